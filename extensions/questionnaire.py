@@ -197,7 +197,9 @@ class Questionnaire(ContextHook):
             for name in given:
                 if name not in rules.RULES and not name.startswith("_"):
                     raise UserMessageError(_unknown(name))
-        known = _Known(context)
+        # Not the context itself: while Copier validates one answer, that answer is in it, and
+        # what is raised there comes out as a traceback about the wrong question.
+        known = _Known(context["_copier_answers"])
         for name, rule in rules.RULES.items():
             if name in given:
                 try:
