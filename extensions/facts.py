@@ -14,17 +14,14 @@ _HERE = Path(__file__).parent
 
 
 def _table(name: str) -> dict[str, Any]:
-    with open(_HERE / name, "rb") as file:
-        return tomllib.load(file)
+    return tomllib.loads((_HERE / name).read_text(encoding="utf-8"))
 
 
 _TPU = _table("tpu.toml")
 _MODELS = _table("models.toml")
 _PLANS = _table("plans.toml")
 
-GENERATIONS: dict[str, dict[str, Any]] = {
-    name: record for name, record in _TPU.items() if isinstance(record, dict)
-}
+GENERATIONS: dict[str, dict[str, Any]] = {name: record for name, record in _TPU.items() if isinstance(record, dict)}
 MODELS: dict[str, dict[str, Any]] = _MODELS["offered"]
 MODELS_LEFT_OUT: dict[str, str] = _MODELS["left_out"]
 
@@ -180,9 +177,7 @@ def run_plan(
     to the plain settings.
     """
     plan = plan_for(model, generation, topology, num_slices)
-    sequence = (
-        plan.sequence_length if sequence_length == "auto" else int(sequence_length)
-    )
+    sequence = plan.sequence_length if sequence_length == "auto" else int(sequence_length)
     if per_device_batch_size == "auto":
         batch: int | float = plan.per_device_batch_size
         if sequence != plan.sequence_length or ici_parallelism != plan.ici_parallelism:
@@ -196,9 +191,7 @@ def run_plan(
         ici_parallelism=ici_parallelism,
     )
     if plan.tuned and chosen != plan:
-        return chosen._replace(
-            settings={}, flags=[], source=_PLANS["plain"]["source"], tuned=False
-        )
+        return chosen._replace(settings={}, flags=[], source=_PLANS["plain"]["source"], tuned=False)
     return chosen
 
 
@@ -229,9 +222,7 @@ def region_of(zone: str) -> str:
     return zone.rsplit("-", 1)[0]
 
 
-def dataset_settings(
-    dataset_type: str, dataset_path: str, dataset_format: str
-) -> dict[str, str]:
+def dataset_settings(dataset_type: str, dataset_path: str, dataset_format: str) -> dict[str, str]:
     """MaxText's dataset keys for the answers (keys and their meaning: MaxText base.yml)."""
     if dataset_type == "synthetic":
         return {"dataset_type": "synthetic"}

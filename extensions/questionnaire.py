@@ -20,7 +20,8 @@ def _beside(name: str) -> Any:
     """
     path = Path(__file__).with_name(f"{name}.py")
     spec = spec_from_file_location(f"_copier_maxtext_ray_{name}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -135,9 +136,7 @@ def _maxtext(answers: _Known) -> dict[str, Any]:
             mesh[f"{network}_{axis}_parallelism"] = size
     return {
         "mesh": mesh,
-        "dataset": facts.dataset_settings(
-            answers["dataset_type"], answers["dataset_path"], answers["dataset_format"]
-        ),
+        "dataset": facts.dataset_settings(answers["dataset_type"], answers["dataset_path"], answers["dataset_format"]),
         "tokenizer": {
             "tokenizer_path": chosen,
             "tokenizer_type": facts.tokenizer_type(chosen),
@@ -160,9 +159,7 @@ class Questionnaire(ContextHook):
         super().__init__(environment)
         environment.globals.update(
             capacities=facts.capacities,
-            default_topology=lambda generation: facts.GENERATIONS[generation][
-                "default_topology"
-            ],
+            default_topology=lambda generation: facts.GENERATIONS[generation]["default_topology"],
             derive=derive,
             generations=lambda: list(facts.GENERATIONS),
             model_choices=model_choices,
@@ -211,6 +208,8 @@ class Questionnaire(ContextHook):
 
 
 def _unknown(name: str) -> str:
+    if name in rules.DERIVED:
+        return f"{name} is not to be set: it follows from {rules.DERIVED[name]}"
     near = difflib.get_close_matches(name, rules.RULES, n=1)
     if near:
         return f"There is no question {name!r}. Did you mean: {near[0]}"

@@ -22,6 +22,18 @@ PLACEHOLDERS = {
     "bucket": "your-bucket-name",
 }
 
+# Values that copier.yml derives, and the answers that they follow from.
+DERIVED = {
+    "slice": "generation and topology",
+    "plan": "model, slice, sequence_length, per_device_batch_size and ici_parallelism",
+    "maxtext": "model, mesh, dataset and tokenizer",
+    "region": "zone",
+    "zone_known": "zone and generation",
+    "cluster_location": "cluster_mode and zone",
+    "image_repository": "zone, project_id, registry and project_name",
+    "unanswered": "project_id and bucket",
+}
+
 # Mesh axes that a pre-training run may use (mesh_axes in MaxText's base.yml). Left out:
 # stage (pipelines need further settings), the inference axes, diloco, and sequence,
 # which MaxText 0.2.5 still parses but no longer puts in the mesh.
@@ -115,9 +127,7 @@ def _whole(value: Any) -> int | None:
 def _number(name: str, value: Any, low: int, high: int, unit: str) -> str:
     number = _whole(value)
     if number is None or not low <= number <= high:
-        return (
-            f"{name}: {_shown(value)} must be a whole number of {unit} from {low} to {high}."
-        )
+        return f"{name}: {_shown(value)} must be a whole number of {unit} from {low} to {high}."
     return ""
 
 
@@ -193,10 +203,7 @@ def zone(value: Any, answers: Answers) -> str:
             f"{(of_region or [value + '-a'])[0]}"
         )
     if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-(ai[0-9]+)?[a-z]", value) or len(value) > 40:
-        return (
-            f"zone: {_shown(value)} is not a zone. Zones of {answers['generation']}: "
-            f"{', '.join(known)}"
-        )
+        return f"zone: {_shown(value)} is not a zone. Zones of {answers['generation']}: {', '.join(known)}"
     return ""
 
 
@@ -245,11 +252,7 @@ def num_slices(value: Any, answers: Answers) -> str:
         return problem
     shape = facts.slice_of(answers["generation"], answers["topology"])
     if _whole(value) != 1 and not shape.multi_host:
-        larger = [
-            t
-            for t in facts.topologies(shape.generation)
-            if facts.slice_of(shape.generation, t).multi_host
-        ]
+        larger = [t for t in facts.topologies(shape.generation) if facts.slice_of(shape.generation, t).multi_host]
         return (
             f"num_slices: {_shown(value)} slices need a multi-host topology, and "
             f"{shape.generation} {shape.topology} is one host. Use num_slices=1, or a "
@@ -286,7 +289,7 @@ def reservation(value: Any, answers: Answers) -> str:
     if (
         not path
         or (path["owner"] is None and "/" in value)
-        or (path["owner"] is not None and project_id(path["owner"], answers))
+        or not (path["owner"] is None or path["owner"].isdigit() or not project_id(path["owner"], answers))
     ):
         return (
             f"reservation: {_shown(value)} must name the reservation that capacity=reservation "
@@ -318,9 +321,7 @@ def namespace(value: Any, answers: Answers) -> str:
 
 def service_account(value: Any, answers: Answers) -> str:
     """The Kubernetes service account of the pods."""
-    return _dns_label(
-        "service_account", value, 63, "which is Kubernetes' limit", "ray-train"
-    )
+    return _dns_label("service_account", value, 63, "which is Kubernetes' limit", "ray-train")
 
 
 def registry(value: Any, answers: Answers) -> str:
@@ -330,18 +331,14 @@ def registry(value: Any, answers: Answers) -> str:
             f"registry: {_shown(value)} is an address; give the Artifact Registry "
             "repository's name alone. For example: my-images"
         )
-    return _dns_label(
-        "registry", value, 63, "which is Artifact Registry's limit", "my-images"
-    )
+    return _dns_label("registry", value, 63, "which is Artifact Registry's limit", "my-images")
 
 
 def run_name(value: Any, answers: Answers) -> str:
     """The folder of the checkpoints, also the name of the run in Ray: a fixed run name is
     what makes every retry a resume. A RayJob may carry it, hence 35 (see project_name).
     """
-    return _dns_label(
-        "run_name", value, 35, "because a RayJob may carry it", "llama3-8b-1"
-    )
+    return _dns_label("run_name", value, 35, "because a RayJob may carry it", "llama3-8b-1")
 
 
 def sequence_length(value: Any, answers: Answers) -> str:
@@ -351,11 +348,7 @@ def sequence_length(value: Any, answers: Answers) -> str:
     if value == "auto":
         return ""
     number = _whole(value)
-    if (
-        number is None
-        or not 128 <= number <= 1048576
-        or number % (512 if number > 512 else 128)
-    ):
+    if number is None or not 128 <= number <= 1048576 or number % (512 if number > 512 else 128):
         return (
             f"sequence_length: {_shown(value)} must be auto, or tokens from 128 to 1048576 "
             "in multiples of 512 (of 128 up to 512), the blocks of TPU flash attention. "
@@ -364,43 +357,31 @@ def sequence_length(value: Any, answers: Answers) -> str:
     return ""
 
 
-def _parallelism(
-    name: str, value: Any, answers: Answers, total: int, what: str, works: str
-) -> str:
+def _parallelism(name: str, value: Any, answers: Answers, total: int, what: str, works: str) -> str:
     if problem := _not_text(name, value):
         return problem
     try:
         sizes = facts.mesh(value)
-        shaped = re.fullmatch(
-            r"[a-z_]+=(-1|[1-9][0-9]{0,5})(,[a-z_]+=(-1|[1-9][0-9]{0,5}))*", value
-        )
+        shaped = re.fullmatch(r"[a-z_]+=(-1|[1-9][0-9]{0,5})(,[a-z_]+=(-1|[1-9][0-9]{0,5}))*", value)
     except ValueError:
         shaped = None
     if not shaped:
-        return (
-            f"{name}: {_shown(value)} must be a comma list of axis=size, each axis once. "
-            f"For example: {works}"
-        )
+        return f"{name}: {_shown(value)} must be a comma list of axis=size, each axis once. For example: {works}"
     if unknown := [axis for axis in sizes if axis not in AXES]:
         return (
             f"{name}: {_shown(unknown[0])} is not a mesh axis for pre-training. Axes: "
             f"{', '.join(AXES)}. For example: {works}"
         )
     if list(sizes.values()).count(-1) > 1:
-        return (
-            f"{name}: {_shown(value)} leaves more than one axis open with -1. For example: {works}"
-        )
+        return f"{name}: {_shown(value)} leaves more than one axis open with -1. For example: {works}"
     full = facts.filled(sizes, total)
     if full is None:
-        return (
-            f"{name}: {_shown(value)} does not multiply to the {total} {what}. "
-            f"For example: {works}"
-        )
+        return f"{name}: {_shown(value)} does not multiply to the {total} {what}. For example: {works}"
     experts = facts.MODELS[answers["model"]].get("experts", 1)
     if full.get("expert", 1) > 1 and experts % full["expert"]:
         return (
-            f"{name}: {_shown(value)} splits the {experts} expert(s) of {answers['model']} into "
-            f"{full['expert']}, which does not divide them. For example: {works}"
+            f"{name}: {_shown(value)} splits experts {full['expert']} ways, and "
+            f"{answers['model']} has {experts if experts > 1 else 'none'}. For example: {works}"
         )
     return ""
 
@@ -426,9 +407,7 @@ def dcn_parallelism(value: Any, answers: Answers) -> str:
             f"dcn_parallelism: {_shown(value)} splits tensors across slices, over a network "
             "far slower than ICI. For example: data=-1"
         )
-    return _parallelism(
-        "dcn_parallelism", value, answers, slices, "slice(s)", "data=-1"
-    )
+    return _parallelism("dcn_parallelism", value, answers, slices, "slice(s)", "data=-1")
 
 
 def per_device_batch_size(value: Any, answers: Answers) -> str:
@@ -443,8 +422,7 @@ def per_device_batch_size(value: Any, answers: Answers) -> str:
         or not 0 < float(value) <= 1024
     ):
         return (
-            f"per_device_batch_size: {_shown(value)} must be auto, or a number above 0 and up "
-            "to 1024. For example: 1"
+            f"per_device_batch_size: {_shown(value)} must be auto, or a number above 0 and up to 1024. For example: 1"
         )
     shape = facts.slice_of(answers["generation"], answers["topology"])
     slices = _count(answers, "num_slices")
@@ -546,11 +524,7 @@ def tokenizer(value: Any, answers: Answers) -> str:
         return ""
     name = answers["model"]
     own = facts.tokenizer_of(name, answers["dataset_type"])
-    known = [
-        record
-        for record in facts.MODELS.values()
-        if value in (record["tokenizer"], record.get("asset"))
-    ]
+    known = [record for record in facts.MODELS.values() if value in (record["tokenizer"], record.get("asset"))]
     hugging_face = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", value)
     mounted = re.fullmatch(r"/data(/[A-Za-z0-9][A-Za-z0-9._-]*)+", value)
     if not known and not hugging_face and not mounted:
