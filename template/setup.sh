@@ -9,7 +9,7 @@
 set -eu
 
 UV_MINIMUM=0.8.0   # first with `uv venv --clear`
-UV_PINNED=0.13.8   # installed when there is none on PATH
+UV_PINNED=0.13.9   # installed when there is none on PATH
 PYTHON_VERSION=3.12
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
