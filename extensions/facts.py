@@ -201,15 +201,15 @@ def tokenizer_of(model: str, dataset_type: str) -> str:
     """
     record = MODELS[model]
     if dataset_type == "hf" and record.get("asset_type") != "huggingface":
-        return record["tokenizer"]
-    return record.get("asset", record["tokenizer"])
+        return str(record["tokenizer"])
+    return str(record.get("asset", record["tokenizer"]))
 
 
 def tokenizer_type(tokenizer: str) -> str:
     """How MaxText has to read this tokenizer: sentencepiece, tiktoken or huggingface."""
     for record in MODELS.values():
         if record.get("asset") == tokenizer:
-            return record["asset_type"]
+            return str(record["asset_type"])
     if "tiktoken" in tokenizer.rsplit("/", 1)[-1]:
         return "tiktoken"
     if tokenizer.endswith(".model"):

@@ -338,7 +338,7 @@ def run_name(value: Any, answers: Answers) -> str:
     """The folder of the checkpoints, also the name of the run in Ray: a fixed run name is
     what makes every retry a resume. A RayJob may carry it, hence 35 (see project_name).
     """
-    return _dns_label("run_name", value, 35, "because a RayJob may carry it", "llama3-8b-1")
+    return _dns_label("run_name", value, 35, "because a RayJob may carry it", "run-2")
 
 
 def sequence_length(value: Any, answers: Answers) -> str:
