@@ -30,7 +30,7 @@ lint: .venv/synced ## Linters and type checker only
 pytest: .venv/synced ## Tests only
 	@echo "test: Python 3.12 environment for the rehearsals"
 	@VENV=$(SHARED_VENV) ./template/setup.sh
-	@$(PYTHON) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 format: .venv/synced ## Format the Python code and mend what the linter can
 	@.venv/bin/ruff check --quiet --fix .
