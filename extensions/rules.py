@@ -369,7 +369,7 @@ def _parallelism(name: str, value: Any, answers: Answers, total: int, what: str,
         return f"{name}: {_shown(value)} must be a comma list of axis=size, each axis once. For example: {works}"
     if unknown := [axis for axis in sizes if axis not in AXES]:
         return (
-            f"{name}: {_shown(unknown[0])} is not a mesh axis for pre-training. Axes: "
+            f"{name}: {_shown(value)} has {unknown[0]}, not a mesh axis for pre-training. Axes: "
             f"{', '.join(AXES)}. For example: {works}"
         )
     if list(sizes.values()).count(-1) > 1:
