@@ -11,6 +11,8 @@ from copier_template_extensions import ContextHook
 from jinja2 import Environment, Undefined, pass_context
 from jinja2.runtime import Context
 
+__all__ = ["Questionnaire", "facts", "rules"]
+
 
 def _beside(name: str) -> Any:
     """Load a module of this folder by its path.

@@ -289,7 +289,7 @@ def reservation(value: Any, answers: Answers) -> str:
     if (
         not path
         or (path["owner"] is None and "/" in value)
-        or not (path["owner"] is None or path["owner"].isdigit() or not project_id(path["owner"], answers))
+        or (path["owner"] is not None and project_id(path["owner"], answers))
     ):
         return (
             f"reservation: {_shown(value)} must name the reservation that capacity=reservation "
@@ -297,7 +297,8 @@ def reservation(value: Any, answers: Answers) -> str:
             "/reservationBlocks/BLOCK and /reservationSubBlocks/SUB. For example: "
             "reservation=my-reservation. See: gcloud compute reservations list"
         )
-    return _yaml_hostile("reservation", value)
+    hostile = (_yaml_hostile("reservation", part) for part in value.split("/"))
+    return next(filter(None, hostile), "")
 
 
 def cluster_mode(value: Any, answers: Answers) -> str:

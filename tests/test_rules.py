@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from copier.__main__ import CopierApp
+from copier._cli import CopierApp
 
 from tests.conftest import commit_all, copier, data_arguments, git, read_env
 
