@@ -53,7 +53,6 @@ def commands() -> list[tuple[str, list[str]]]:
         ("hadolint", ["hadolint", "template/Dockerfile"]),
         ("workflow schema", ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows]),
         ("zizmor", ["zizmor", "--offline", "--quiet", *workflows]),
-        ("reference tables", ["python", "tools/reference.py", "--check"]),
     ]
 
 

@@ -1,6 +1,7 @@
-"""Write the reference tables under docs/reference/ from copier.yml, the extension's data and the Makefiles.
+"""Write what the documentation derives: the tables under docs/reference/, and the README's transcript of a rehearsal.
 
-`--check` writes nothing and fails when a table is not what the data says now.
+The tables come from copier.yml, the extension's data and the Makefiles. `--check` writes nothing and fails when a page is
+not what its source says now.
 """
 
 import argparse
@@ -157,17 +158,26 @@ def targets() -> str:
 {table(("Target", "What it does"), *((code(name), text) for name, text in here))}"""
 
 
+def readme() -> str:
+    """README.md with the transcript of docs/rehearsal.txt, as recorded from a real `make demo`, between its marks."""
+    text = (ROOT / "README.md").read_text()
+    transcript = ROOT / "docs/rehearsal.txt"
+    shown = f"\n```\n{transcript.read_text().rstrip()}\n```\n\n" if transcript.exists() else ""
+    return re.sub(r"(<!-- rehearsal: .* -->\n).*?(<!-- end -->)", lambda m: m[1] + shown + m[2], text, flags=re.DOTALL)
+
+
 def main() -> int:
-    """Exit status 1 when `--check` finds a stale table."""
+    """Exit status 1 when `--check` finds something stale."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail when a table is stale, write nothing")
+    parser.add_argument("--check", action="store_true", help="fail when something is stale, write nothing")
     check = parser.parse_args().check
+    note = "<!-- Written by `make docs`; not to be edited. -->\n"
+    pages = {f"docs/reference/{page.__name__}.md": note + page() for page in [questions, slices, models, targets]}
     stale = []
-    for page in [questions, slices, models]:
-        path = ROOT / "docs/reference" / f"{page.__name__}.md"
-        text = f"<!-- Written by `make docs`; not to be edited. -->\n{page()}"
+    for name, text in {**pages, "README.md": readme()}.items():
+        path = ROOT / name
         if not path.exists() or path.read_text() != text:
-            stale.append(str(path.relative_to(ROOT)))
+            stale.append(name)
             if not check:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
