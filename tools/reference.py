@@ -1,7 +1,7 @@
 """Write what the documentation derives: the tables under docs/reference/, and the README's transcript of a rehearsal.
 
-The tables come from copier.yml, the extension's data and the Makefiles. `--check` writes nothing and fails when a page is
-not what its source says now.
+The tables come from copier.yml, the extension's data and the Makefiles. `--check` writes nothing and fails when a page
+is not what its source says now.
 """
 
 import argparse
