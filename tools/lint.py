@@ -3,7 +3,6 @@
 Each reads plain files where they stand; what is rendered is checked by the tests.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -65,7 +64,6 @@ def main() -> int:
         result = subprocess.run(
             [str(BIN / command[0]), *command[1:]],
             cwd=ROOT,
-            env=os.environ | {"MYPYPATH": "template"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
