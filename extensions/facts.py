@@ -19,7 +19,7 @@ def _table(name: str) -> dict[str, Any]:
 
 _TPU = _table("tpu.toml")
 _MODELS = _table("models.toml")
-_PLANS = _table("plans.toml")
+PLANS = _table("plans.toml")
 
 GENERATIONS: dict[str, dict[str, Any]] = {name: record for name, record in _TPU.items() if isinstance(record, dict)}
 MODELS: dict[str, dict[str, Any]] = _MODELS["offered"]
@@ -133,8 +133,8 @@ class Plan(NamedTuple):
 
 def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Plan:
     """The tuned plan of this job, or the plain one when none is known."""
-    plain = _PLANS["plain"]
-    for plan in _PLANS["plan"]:
+    plain = PLANS["plain"]
+    for plan in PLANS["plan"]:
         if (
             model in plan["models"]
             and plan["generation"] == generation
@@ -181,7 +181,7 @@ def run_plan(
     if per_device_batch_size == "auto":
         batch: int | float = plan.per_device_batch_size
         if sequence != plan.sequence_length or ici_parallelism != plan.ici_parallelism:
-            batch = _PLANS["plain"]["per_device_batch_size"]
+            batch = PLANS["plain"]["per_device_batch_size"]
     else:
         number = float(per_device_batch_size)
         batch = int(number) if number.is_integer() else number
@@ -191,7 +191,7 @@ def run_plan(
         ici_parallelism=ici_parallelism,
     )
     if plan.tuned and chosen != plan:
-        return chosen._replace(settings={}, flags=[], source=_PLANS["plain"]["source"], tuned=False)
+        return chosen._replace(settings={}, flags=[], source=PLANS["plain"]["source"], tuned=False)
     return chosen
 
 

@@ -32,18 +32,17 @@ def interactive(*arguments: str | Path, answers: dict[str, str], first_words: di
         encoding="utf-8",
         dimensions=(60, 250),
         timeout=60,
-        env={**os.environ, "TERM": "xterm"},
+        env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
     )
     seen = []
     names = list(first_words)
     while True:
-        index = child.expect([re.escape(first_words[name]) for name in names] + [pexpect.EOF])
+        patterns: list[Any] = [*(re.escape(first_words[name]) for name in names), pexpect.EOF]
+        index = child.expect(patterns)
         if index == len(names):
             break
         name = names.pop(index)
         seen.append(name)
-        # The prompt is drawn before it reads keys.
-        child.expect(re.escape("\x1b[?25h") + "|" + re.escape("\x1b[?2004h"), timeout=10)
         child.send(answers.get(name, "") + "\r")
     child.close()
     assert child.exitstatus == 0
@@ -79,6 +78,19 @@ def test_the_topology_asked_is_one_of_the_generation_answered(
     )
     env = read_env(tmp_path / "p" / "run.env")
     assert (env["GENERATION"], env["TOPOLOGY"]) == ("tpu7x", "2x2x4")
+
+
+def test_everything_can_be_asked_and_enter_takes_the_default(
+    small_template: Path, tmp_path: Path, first_words: dict[str, str], in_process: Any
+) -> None:
+    seen = interactive(
+        "copy", "--trust", "--ask", "*", small_template, tmp_path / "p", answers={}, first_words=first_words
+    )
+    # Only a reservation and a dataset have no default; neither is wanted by the others' defaults.
+    assert seen == list(first_words)
+    project = in_process(tmp_path / "defaults")
+    for name in ("run.env", "config/train.yml"):
+        assert (tmp_path / "p" / name).read_text() == (project / name).read_text()
 
 
 def test_a_reservation_is_asked_for_only_when_it_is_used(
@@ -189,6 +201,17 @@ def test_copier_yml_has_no_key_that_copier_does_not_know(questions: dict[str, di
     known = {name for name in vars(Template) if not name.startswith("_")} | {"min_copier_version"}
     settings = {name.removeprefix("_") for name in config if name.startswith("_")}
     assert settings <= known
+
+
+def test_what_the_rules_accept_is_what_the_questions_offer(
+    questions: dict[str, dict[str, Any]], questionnaire: ModuleType
+) -> None:
+    for name, question in questions.items():
+        choices = question.get("choices")
+        if isinstance(choices, list):
+            rule = questionnaire.rules.RULES[name]
+            assert all(rule(choice, {}) == "" for choice in choices)
+            assert rule("something else", {}).endswith("Choose one of: " + ", ".join(choices))
 
 
 def test_every_question_says_what_it_is_and_only_seven_are_asked(questions: dict[str, dict[str, Any]]) -> None:

@@ -121,8 +121,8 @@ class Renderer:
             value = given_answers.get(name, question["default"])
             if name not in given_answers and isinstance(value, str):
                 value = self.environment.from_string(value).render(**context)
-            cast = {"int": int, "json": yaml.safe_load, "bool": yaml.safe_load, "str": str}[question["type"]]
-            context[name] = cast(value)
+            read: dict[str, Callable[[Any], Any]] = {"int": int, "str": str}
+            context[name] = read.get(question["type"], yaml.safe_load)(value)
         return context
 
     def render(self, context: dict[str, Any]) -> None:

@@ -275,7 +275,7 @@ def test_tuned_settings_are_used_only_with_the_answers_that_they_were_tuned_for(
 
 
 def test_every_plan_is_for_a_slice_and_model_that_are_offered_and_fits_its_own_sequence() -> None:
-    for plan in facts._PLANS["plan"]:
+    for plan in facts.PLANS["plan"]:
         shape = facts.slice_of(plan["generation"], plan["topology"])
         assert set(plan["models"]) <= set(facts.MODELS)
         assert facts.filled(facts.mesh(plan["ici_parallelism"]), shape.devices)
