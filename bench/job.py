@@ -86,7 +86,9 @@ def by_hand(run: run_env.RunEnv, settings: list[str], steps: int, processes: int
 def process(coordinator: str, processes: int, number: int, arguments: list[str]) -> None:
     """Be one of the processes started by hand."""
     import jax
+    from absl import logging
 
+    logging.set_verbosity(logging.INFO)  # MaxText reports its steps there
     if processes > 1:
         jax.distributed.initialize(coordinator, num_processes=processes, process_id=number)
     carried = small_model.maxtext_folder() / "assets" / "tokenizers"
