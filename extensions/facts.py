@@ -117,6 +117,16 @@ def capacities(generation: str) -> list[str]:
     return ["on-demand", "spot", "reservation", *flex]
 
 
+def price(generation: str, capacity: str) -> tuple[str, str]:
+    """USD a chip and hour for this way to obtain it, and when that was seen; "" twice when unknown."""
+    record = GENERATIONS[generation]
+    if capacity == "on-demand":
+        return record["price_per_chip_hour"], record["price_date"]
+    if capacity == "flex-start":
+        return record.get("flex_start_price", ""), record.get("flex_start_price_date", "")
+    return "", ""
+
+
 class Plan(NamedTuple):
     """Batch, sequence and MaxText settings for one model on one slice."""
 

@@ -166,6 +166,7 @@ class Questionnaire(ContextHook):
             generations=lambda: list(facts.GENERATIONS),
             model_choices=model_choices,
             placeholder=rules.PLACEHOLDERS.__getitem__,
+            price_of=facts.price,
             problem=problem,
             region_of=facts.region_of,
             required=required,

@@ -114,6 +114,8 @@ def assert_agrees(project: Path, job: dict[str, Any]) -> None:
     assert float(env["HBM_GIB_PER_DEVICE"]) > 0
     assert float(env["PEAK_TFLOPS_PER_DEVICE"]) > 0
     assert bool(env["PRICE_PER_CHIP_HOUR"]) == bool(env["PRICE_DATE"])
+    if env["CAPACITY"] in ("spot", "reservation"):
+        assert env["PRICE_PER_CHIP_HOUR"] == ""
 
     assert train["base_config"] == "base.yml"
     assert train["model_name"] == env["MODEL"]
