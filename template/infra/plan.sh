@@ -14,11 +14,8 @@ note ""
 note "== cost"
 note "$chips chips ($NUM_SLICES x $GENERATION $TOPOLOGY, $CAPACITY), from the moment the node pools exist until make destroy"
 if [[ -z $PRICE_PER_CHIP_HOUR ]]; then
-  note "no price is known for $GENERATION: see cloud.google.com/tpu/pricing"
+  note "no price is known for $GENERATION with capacity $CAPACITY: see cloud.google.com/tpu/pricing"
   exit 0
-fi
-if [[ $CAPACITY != on-demand ]]; then
-  note "the price below is the one for on-demand; $CAPACITY has another: see cloud.google.com/tpu/pricing"
 fi
 awk -v price="$PRICE_PER_CHIP_HOUR" -v chips="$chips" -v date="$PRICE_DATE" -v steps="$STEPS" -v seconds="${STEP_SECONDS:-}" '
   BEGIN {
