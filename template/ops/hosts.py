@@ -1,0 +1,70 @@
+"""Which TPU hosts Ray has, and a wait for them that ends and explains itself."""
+
+import os
+import threading
+import time
+
+import ray
+
+from ops.run_env import RunEnv
+
+POLL_SECONDS = 2
+REPORT_SECONDS = 30
+# Spot and flex-start capacity may take a while; past this a person should look. In minutes.
+WAIT_MINUTES = float(os.environ.get("HOST_WAIT_MINUTES", "60"))
+
+
+def present(run: RunEnv) -> dict[str, set[str]]:
+    """Return the worker ids (TPU_WORKER_ID) of the live hosts of this generation and slice size, by slice name."""
+    slices: dict[str, set[str]] = {}
+    for node in ray.nodes():
+        labels, resources = node["Labels"], node["Resources"]
+        if not node["Alive"] or f"accelerator_type:{run.ray_accelerator_type}" not in resources:
+            continue
+        # A slice of one host may come without the slice's labels: it is then its own slice.
+        if labels.get("ray.io/tpu-pod-type", run.ray_pod_type) == run.ray_pod_type:
+            name = labels.get("ray.io/tpu-slice-name", node["NodeID"])
+            slices.setdefault(name, set()).add(labels.get("ray.io/tpu-worker-id", "0"))
+    return slices
+
+
+def missing(run: RunEnv) -> str:
+    """Return what is missing for the whole job in one sentence, empty when every host of every slice is there."""
+    slices = present(run)
+    count = sum(len(workers) for workers in slices.values())
+    complete = sum(len(workers) >= run.hosts_per_slice for workers in slices.values())
+    if complete >= run.num_slices:
+        return ""
+    wanted = {str(number) for number in range(run.hosts_per_slice)}
+    gaps = [f"{name} lacks host {', '.join(sorted(wanted - have, key=int))}" for name, have in sorted(slices.items()) if wanted - have]
+    return f"{count} of {run.num_hosts} {run.ray_pod_type} hosts have joined Ray" + (": " + "; ".join(gaps) if gaps else "")
+
+
+def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
+    """Return once every host is there; print what is missing meanwhile. Raises TimeoutError after `minutes`."""
+    deadline = time.monotonic() + minutes * 60
+    reported = None
+    while gap := missing(run):
+        now = time.monotonic()
+        if now > deadline:
+            raise TimeoutError(f"waited {minutes:g} min, but only {gap}")
+        if reported is None or now - reported > REPORT_SECONDS:
+            print(f"waiting for hosts: {gap}", flush=True)
+            reported = now
+        time.sleep(POLL_SECONDS)
+
+
+def watch(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
+    """End this process with code 1 when hosts stay lost for `minutes`: Ray Train itself would retry for ever."""
+
+    def loop() -> None:
+        while True:
+            time.sleep(REPORT_SECONDS)
+            if missing(run):
+                try:
+                    wait(run, minutes)
+                except TimeoutError as error:
+                    print(f"error: {error}. The run stops here; started again it resumes from its last checkpoint.", flush=True)
+                    os._exit(1)
+
+    threading.Thread(target=loop, name="host-watch", daemon=True).start()

@@ -1,0 +1,73 @@
+"""What people see: notices, one progress line, errors and a verdict. Plain lines where there is no terminal."""
+
+import dataclasses
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+console = Console(highlight=False, soft_wrap=True)
+PLAIN_INTERVAL_SECONDS = 15  # between progress lines where they cannot overwrite each other, as in CI
+
+
+def notice(text: str) -> None:
+    """Print something the reader should know, on lines of its own."""
+    console.print(Text(f"note: {text}", style="yellow"))
+
+
+def error(text: str) -> None:
+    """Print what went wrong and what to do, to stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"error: {text}", style="bold red"))
+
+
+class Progress:
+    """One line that is always current: elapsed seconds and the latest text. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self._status = console.status("") if console.is_terminal else None
+        self._last_phase = ""
+        self._last_printed = 0.0
+
+    def __enter__(self) -> "Progress":
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._status:
+            self._status.stop()
+
+    def update(self, phase: str, detail: str = "") -> None:
+        """Show `phase` and `detail`; without a terminal only on a new phase or every PLAIN_INTERVAL_SECONDS."""
+        now = time.monotonic()
+        line = f"{now - self.started:5.0f} s  {phase}" + (f"  {detail}" if detail else "")
+        if self._status:
+            self._status.update(Text(line))
+        elif phase != self._last_phase or now - self._last_printed > PLAIN_INTERVAL_SECONDS:
+            print(line, flush=True)
+            self._last_printed = now
+        self._last_phase = phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One point of a verdict: what was checked, whether it holds, and what was seen."""
+
+    name: str
+    passed: bool
+    seen: str
+
+
+def verdict(title: str, checks: list[Check]) -> bool:
+    """Print the checks as a table and return whether all of them hold."""
+    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=None, padding=(0, 1))
+    for check in checks:
+        mark = Text("pass", style="green") if check.passed else Text("FAIL", style="bold red")
+        table.add_row(mark, Text(check.name), Text(check.seen))
+    console.print(table)
+    sys.stdout.flush()
+    return all(check.passed for check in checks)

@@ -1,0 +1,122 @@
+"""Trains the model of run.env with MaxText on every host of the TPU slice(s), under Ray Train.
+
+    python train.py [config.yml] [key=value ...]
+
+The config is a MaxText config (default config/train.yml); key=value overrides it for this run, as MaxText takes it.
+The same file runs on the slice and in the rehearsal. It exits with 0 only if the last step was reached.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.jax import JaxTrainer
+
+from ops import hosts, run_env
+
+ROOT = Path(__file__).resolve().parent
+
+
+def train_on_host(job: dict) -> None:
+    """Runs on each host, in its own process. Only here are jax and maxtext imported: the driver must not touch a TPU."""
+    import json
+    import logging
+    import tempfile
+
+    import jax
+    import maxtext
+    import yaml
+    from ray.train import collective, get_context
+
+    rank = get_context().get_world_rank()
+    print(f"host {rank}: {os.environ.get('TPU_NAME')}, TPU_WORKER_ID {os.environ.get('TPU_WORKER_ID')}", flush=True)
+    if rank > 0:
+        # MaxText reports the same global numbers on every host; one log is enough to read. Warnings still show.
+        logging.getLogger("absl").setLevel(logging.WARNING)
+
+    here, everywhere = jax.local_device_count(), jax.device_count()
+    if (here, everywhere) != (job["devices_per_host"], job["num_devices"]):
+        raise RuntimeError(
+            f"host {rank} sees {here} of its devices and {everywhere} in all, but run.env promises "
+            f"{job['devices_per_host']} and {job['num_devices']}: wrong topology, or a host that did not join"
+        )
+
+    # The config's text travels with the job, so that the hosts cannot run another version of it.
+    folder = Path(tempfile.mkdtemp(prefix="train-"))
+    config, metrics = folder / "train.yml", folder / "metrics.jsonl"
+    config.write_text(job["config"])
+    settings = yaml.safe_load(job["config"]) | dict(override.split("=", 1) for override in job["overrides"])
+    overrides = [*job["overrides"], f"metrics_file={metrics}"]
+    carried = Path(maxtext.__file__).parent / "assets" / "tokenizers" / str(settings.get("tokenizer_path") or "none")
+    if carried.exists():  # the tokenizer is one that the MaxText package carries
+        overrides.append(f"tokenizer_path={carried}")
+
+    from maxtext.trainers.pre_train.train import main
+
+    collective.barrier()  # imports take hosts unequally long, and the first collective waits for 30 s only
+    main(["train.py", str(config), *overrides])
+
+    # MaxText ends quietly when the data runs out; the run has not done what it was asked to.
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"] if metrics.exists() else -1
+    if last + 1 < int(settings["steps"]):
+        raise RuntimeError(f"the data ran out at step {int(last)} of {settings['steps']}: give more data, or set num_epoch")
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    config = Path(arguments.pop(0)) if arguments and arguments[0].endswith((".yml", ".yaml")) else ROOT / "config" / "train.yml"
+    if wrong := [argument for argument in arguments if "=" not in argument]:
+        print(f"error: '{wrong[0]}' is no override: give key=value, e.g. steps=200")
+        return 2
+    run = run_env.load()
+    flags = [line for line in (ROOT / "config" / "libtpu.flags").read_text().split("\n") if line and not line.startswith("#")]
+
+    trainer = JaxTrainer(
+        train_on_host,
+        train_loop_config={
+            "config": config.read_text(),
+            "overrides": arguments,
+            "devices_per_host": run.devices_per_host,
+            "num_devices": run.num_devices,
+        },
+        scaling_config=ScalingConfig(
+            use_tpu=True,
+            accelerator_type=run.ray_accelerator_type,
+            topology=run.topology,
+            num_workers=run.num_hosts,
+            resources_per_worker={"TPU": run.chips_per_host},
+            placement_strategy="SPREAD",
+        ),
+        run_config=RunConfig(
+            name=run.run_name,
+            # Ray's own state only; the checkpoints are MaxText's, in base_output_directory.
+            storage_path=os.environ.get("RAY_STORAGE_PATH") or f"gs://{run.bucket}/{run.project_name}/ray",
+            # A lost host restarts all workers, and MaxText resumes from its last checkpoint: this many times.
+            failure_config=FailureConfig(max_failures=run.max_failures),
+            worker_runtime_env={
+                "env_vars": {
+                    "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "tpu,cpu"),  # cpu: MaxText keeps arrays on the host
+                    "LIBTPU_INIT_ARGS": " ".join(flags),
+                }
+            },
+        ),
+    )
+    ray.init()
+    try:
+        hosts.wait(run)
+        hosts.watch(run)
+        trainer.fit()
+    except (TimeoutError, ray.train.TrainingFailedError) as error:
+        print(f"error: {error}", flush=True)
+        return 1
+    print(f"training reached its last step: {run.run_name}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except run_env.RunEnvError as error:
+        sys.exit(f"error: {error}")
