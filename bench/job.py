@@ -8,6 +8,7 @@ To be run inside the rendered repository, with its Python. The last line is the 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def settings_of(run: run_env.RunEnv, config: Path) -> list[str]:
 
 
 def prepare(run: run_env.RunEnv, steps: int) -> None:
-    """Write the data and the run.env that the job reads, as a rehearsal does, when there are none."""
+    """Write the data and the run.env that the job reads, as a rehearsal does, and forget earlier checkpoints."""
+    shutil.rmtree(rehearse.FOLDER / "output", ignore_errors=True)
     rehearse.FOLDER.mkdir(parents=True, exist_ok=True)
     rehearse.write_run_env(run, rehearse.FOLDER / "run.env")
     if not (rehearse.FOLDER / "data").exists():

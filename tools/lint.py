@@ -3,6 +3,7 @@
 Each reads plain files where they stand; what is rendered is checked by the tests.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -40,13 +41,13 @@ def commands() -> list[tuple[str, list[str]]]:
     files = tracked_files()
     shell_scripts = [str(path) for path in files if is_shell_script(path)]
     workflows = [str(path) for path in files if path.parent.name == "workflows" and path.suffix == ".yml"]
-    python_in_template = [str(path) for path in files if path.parts[0] == "template" and path.suffix == ".py"]
+    of_the_run = [str(path) for path in files if path.parts[0] == "template" and path.suffix == ".py"]
     return [
         ("ruff", ["ruff", "check", "--quiet", "."]),
         ("ruff format", ["ruff", "format", "--quiet", "--check", "."]),
         ("mypy", ["mypy"]),
         # On its own, because the template has packages of the same names (tests) and runs on another Python.
-        ("mypy template", ["mypy", "--config-file", "pyproject.toml", "--python-version", "3.12", *python_in_template]),
+        ("mypy template", ["mypy", "--python-version", "3.12", "bench/job.py", *of_the_run]),
         ("yamllint", ["yamllint", "--strict", "."]),
         ("shellcheck", ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", *shell_scripts]),
         ("hadolint", ["hadolint", "template/Dockerfile"]),
@@ -64,6 +65,7 @@ def main() -> int:
         result = subprocess.run(
             [str(BIN / command[0]), *command[1:]],
             cwd=ROOT,
+            env=os.environ | {"MYPYPATH": "template"} if name == "mypy template" else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
