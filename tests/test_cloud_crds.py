@@ -1,7 +1,7 @@
-"""The RayCluster and the RayJob against the schemas of KubeRay's own releases, with no unknown field allowed.
+"""RayCluster, RayJob and queue against the schemas of KubeRay's and Kueue's own releases, unknown fields refused.
 
-The schemas come with KubeRay's Go module, which is fetched for the test and not committed. 1.7.0 is left out: the Go
-module proxy does not serve it.
+The schemas come with the projects' Go modules, which are fetched for the test and not committed. KubeRay 1.7.0 is left
+out: the Go module proxy does not serve it.
 """
 
 import functools
@@ -23,16 +23,24 @@ pytestmark = [
 ]
 jsonschema = pytest.importorskip("jsonschema")
 
-MODULE = "github.com/ray-project/kuberay/ray-operator"
+KUBERAY = "github.com/ray-project/kuberay/ray-operator"
+KUEUE = "sigs.k8s.io/kueue"
 VERSIONS = ["v1.4.2", "v1.5.1", "v1.6.2"]
-FILES = {"RayCluster": "ray.io_rayclusters.yaml", "RayJob": "ray.io_rayjobs.yaml"}
+KUEUE_VERSIONS = ["v0.15.2", "v0.17.0"]
+FILES = {
+    "RayCluster": "config/crd/bases/ray.io_rayclusters.yaml",
+    "RayJob": "config/crd/bases/ray.io_rayjobs.yaml",
+    "ClusterQueue": "config/components/crd/bases/kueue.x-k8s.io_clusterqueues.yaml",
+    "LocalQueue": "config/components/crd/bases/kueue.x-k8s.io_localqueues.yaml",
+    "ResourceFlavor": "config/components/crd/bases/kueue.x-k8s.io_resourceflavors.yaml",
+}
 
 
 @functools.cache
-def crds(version: str) -> Path:
-    """Return the folder with the CRDs of a KubeRay release."""
+def module(name: str, version: str) -> Path:
+    """Return the folder of a Go module's release."""
     done = subprocess.run(
-        ["go", "mod", "download", "-json", f"{MODULE}@{version}"],
+        ["go", "mod", "download", "-json", f"{name}@{version}"],
         env=os.environ | {"GOFLAGS": "-mod=mod"},
         cwd="/",
         capture_output=True,
@@ -41,8 +49,8 @@ def crds(version: str) -> Path:
     )
     answer = json.loads(done.stdout or "{}")
     if "Dir" not in answer:
-        pytest.skip(f"KubeRay {version} cannot be fetched: {answer.get('Error', done.stderr)}")
-    return Path(answer["Dir"]) / "config/crd/bases"
+        pytest.skip(f"{name} {version} cannot be fetched: {answer.get('Error', done.stderr)}")
+    return Path(answer["Dir"])
 
 
 def strict(schema: Any) -> Any:
@@ -60,23 +68,25 @@ def strict(schema: Any) -> Any:
 
 
 @functools.cache
-def validator(version: str, kind: str) -> Any:
+def validator(name: str, version: str, kind: str, api: str) -> Any:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a file has 30,000 lines
-    crd = yaml.load((crds(version) / FILES[kind]).read_text(), loader)
-    (schema,) = [entry["schema"]["openAPIV3Schema"] for entry in crd["spec"]["versions"] if entry["name"] == "v1"]
+    crd = yaml.load((module(name, version) / FILES[kind]).read_text(), loader)
+    (schema,) = [entry["schema"]["openAPIV3Schema"] for entry in crd["spec"]["versions"] if entry["name"] == api]
     schema["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return jsonschema.Draft7Validator(strict(schema))
 
 
 def errors(version: str, resource: dict[str, Any]) -> list[str]:
-    found = validator(version, resource["kind"]).iter_errors(resource)
+    group, api = resource["apiVersion"].split("/")
+    name = KUBERAY if group == "ray.io" else KUEUE
+    found = validator(name, version, resource["kind"], api).iter_errors(resource)
     return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in found]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["default", "v6e-flex-start", "v6e-autopilot-reservation", "tpu7x-multi-host"])
 def test_every_supported_kuberay_knows_every_field(name: str, version: str) -> None:
-    for folder in ("cluster", "job"):
+    for folder in ("cluster", "job", "job-queued"):
         (resource,) = kustomize(variant(name), folder)
         assert errors(version, resource) == []
 
@@ -85,6 +95,12 @@ def test_every_supported_kuberay_knows_every_field(name: str, version: str) -> N
 def test_the_job_with_a_token_needs_kuberay_one_five(version: str) -> None:
     (resource,) = kustomize(variant("default"), "job-token")
     assert bool(errors(version, resource)) == (version == "v1.4.2")
+
+
+@pytest.mark.parametrize("version", KUEUE_VERSIONS)
+def test_kueue_knows_every_field_of_the_queue(version: str) -> None:
+    for resource in kustomize(variant("default"), "queue"):
+        assert errors(version, resource) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)

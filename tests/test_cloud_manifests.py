@@ -27,8 +27,6 @@ from tests.cloud_support import (
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed; CI runs this")
 
-FOLDERS = ["base", "cluster", "job", "job-token"]
-
 
 def head_of(spec: dict[str, Any]) -> dict[str, Any]:
     pod: dict[str, Any] = spec["headGroupSpec"]["template"]["spec"]
@@ -137,6 +135,33 @@ def test_every_container_runs_the_image_that_is_built(name: str) -> None:
         text = json.dumps(kustomize(variant(name), folder))
         images = set(re.findall(r'"image": "([^"]+)"', text))
         assert images == {f"{repository}:not-built-yet"}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_queue_holds_exactly_the_chips_that_the_job_asks_for(name: str) -> None:
+    made = {(r["kind"], r["metadata"]["name"]): r for r in kustomize(variant(name), "queue")}
+    (local,) = [r for (kind, _), r in made.items() if kind == "LocalQueue"]
+    job = rayjob(variant(name), "job-queued")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+    assert job["metadata"]["namespace"] == local["metadata"]["namespace"]
+    # What Kueue asks of a RayJob (its pkg/controller/jobs/rayjob): a cluster of its own, removed at the end.
+    assert job["spec"]["suspend"] is job["spec"]["shutdownAfterJobFinishes"] is True
+    group, pod = workers_of(job["spec"]["rayClusterSpec"])
+    wanted = (
+        int(pod["containers"][0]["resources"]["requests"]["google.com/tpu"]) * group["numOfHosts"] * group["replicas"]
+    )
+    queue = made["ClusterQueue", local["spec"]["clusterQueue"]]
+    quotas = {
+        resource["name"]: resource["nominalQuota"]
+        for covered in queue["spec"]["resourceGroups"]
+        for flavor in covered["flavors"]
+        for resource in flavor["resources"]
+    }
+    assert quotas["google.com/tpu"] == wanted
+    assert set(quotas) == set(pod["containers"][0]["resources"]["requests"])
+    for covered in queue["spec"]["resourceGroups"]:
+        for flavor in covered["flavors"]:
+            assert ("ResourceFlavor", flavor["name"]) in made
 
 
 # Who may reach the head, and with what.
@@ -378,11 +403,10 @@ def test_every_branch_of_the_manifests_has_a_variant() -> None:
         assert {"on-demand", "spot", "reservation", "flex-start"} == capacities
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_yamllint_has_nothing_to_say(name: str) -> None:
+def test_yamllint_has_nothing_to_say() -> None:
+    paths = [str(variant(name) / "k8s") for name in VARIANTS] + [str(variant("default") / "cloudbuild.yaml")]
     checked = subprocess.run(
-        [sys.executable, "-m", "yamllint", "--strict", "-c", str(TEMPLATE / ".yamllint.yml"), "k8s", "cloudbuild.yaml"],
-        cwd=variant(name),
+        [sys.executable, "-m", "yamllint", "--strict", "-c", str(TEMPLATE / ".yamllint.yml"), *paths],
         capture_output=True,
         text=True,
     )
