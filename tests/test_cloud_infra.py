@@ -1,5 +1,6 @@
 """infra/*.sh against a recording stand-in for gcloud: order, running twice, going on after a failure, removal."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -280,6 +281,18 @@ def test_a_project_of_a_domain_has_its_own_form_of_account_and_image(tmp_path: P
     lines = plan_lines(render(project_id="example.com:acme-tpu"))
     assert any("@acme-tpu.example.com.iam.gserviceaccount.com" in line for line in lines)
     assert any("-docker.pkg.dev/example.com/acme-tpu/" in line for line in lines)
+
+
+def test_every_make_target_that_the_files_name_exists() -> None:
+    repository = variant("default")
+    targets = set(re.findall(r"^([a-z-]+%?):", (repository / "Makefile").read_text(), re.MULTILINE))
+    steps = {f"infra-{path.stem}" for path in (repository / "infra").glob("*.sh")}
+    for folder in ("infra", "k8s", "ops"):
+        for path in (repository / folder).rglob("*"):
+            if path.suffix not in (".sh", ".yaml", ".py"):
+                continue
+            for name in re.findall(r"(?:`|: |or )make ([a-z][a-z-]*)\b", path.read_text()):
+                assert name in targets | steps, f"{path.relative_to(repository)} names make {name}"
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed (it is in the dev group)")

@@ -12,7 +12,7 @@ note "== image"
 chips=$((CHIPS_PER_SLICE * NUM_SLICES))
 note ""
 note "== cost"
-note "$chips chips ($NUM_SLICES x $GENERATION $TOPOLOGY, $CAPACITY), from the moment the node pools exist until make destroy"
+note "$chips chips ($NUM_SLICES x $GENERATION $TOPOLOGY, $CAPACITY), for as long as their hosts exist"
 if [[ -z $PRICE_PER_CHIP_HOUR ]]; then
   note "no price is known for $GENERATION with capacity $CAPACITY: see cloud.google.com/tpu/pricing"
   exit 0

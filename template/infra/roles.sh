@@ -14,7 +14,6 @@ roles/iam.serviceAccountUser           cluster.sh, image.sh: run nodes and build
 roles/artifactregistry.admin           registry.sh: create the repository and its grants
 roles/storage.admin                    bucket.sh: create the bucket and its grants
 roles/container.admin                  cluster.sh, node-pools.sh, kubectl: the cluster and what runs on it
-roles/compute.viewer                   doctor: quota and machine types
 roles/cloudbuild.builds.editor         image.sh: submit builds
 roles/logging.viewer                   image.sh: read the build's log
 "
