@@ -186,7 +186,7 @@ class Questionnaire(ContextHook):
         Raises:
             UserMessageError: which Copier prints alone, with exit code 1.
         """
-        if str(context.get("_copier_phase", "")) not in ("prompt", "Phase.PROMPT"):
+        if context.get("_copier_phase") != "prompt":
             return
         given = context["_copier_conf"]["data"]
         if not given:
