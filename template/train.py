@@ -9,6 +9,7 @@ The same file runs on the slice and in the rehearsal. It exits with 0 only if th
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -19,8 +20,8 @@ from ops import hosts, run_env
 ROOT = Path(__file__).resolve().parent
 
 
-def train_on_host(job: dict) -> None:
-    """Runs on each host, in its own process. Only here are jax and maxtext imported: the driver must not touch a TPU."""
+def train_on_host(job: dict[str, Any]) -> None:
+    """Run on each host, in its own process. Only here is jax imported: the driver must not touch a TPU."""
     import json
     import logging
     import tempfile
@@ -59,19 +60,25 @@ def train_on_host(job: dict) -> None:
     main(["train.py", str(config), *overrides])
 
     # MaxText ends quietly when the data runs out; the run has not done what it was asked to.
-    last = json.loads(metrics.read_text().splitlines()[-1])["step"] if metrics.exists() else -1
+    last = int(json.loads(metrics.read_text().splitlines()[-1])["step"]) if metrics.exists() else -1
     if last + 1 < int(settings["steps"]):
-        raise RuntimeError(f"the data ran out at step {int(last)} of {settings['steps']}: give more data, or set num_epoch")
+        raise RuntimeError(f"the data ran out after step {last} of {settings['steps']}: give more, or set num_epoch")
 
 
 def main() -> int:
+    """Train until the last step; exit code 0 when it was reached, 1 when not, 2 for wrong arguments."""
     arguments = sys.argv[1:]
-    config = Path(arguments.pop(0)) if arguments and arguments[0].endswith((".yml", ".yaml")) else ROOT / "config" / "train.yml"
+    named = arguments and arguments[0].endswith((".yml", ".yaml"))
+    config = Path(arguments.pop(0)) if named else ROOT / "config" / "train.yml"
+    if not config.is_file():
+        print(f"error: there is no config {config}")
+        return 2
     if wrong := [argument for argument in arguments if "=" not in argument]:
         print(f"error: '{wrong[0]}' is no override: give key=value, e.g. steps=200")
         return 2
     run = run_env.load()
-    flags = [line for line in (ROOT / "config" / "libtpu.flags").read_text().split("\n") if line and not line.startswith("#")]
+    lines = (ROOT / "config" / "libtpu.flags").read_text().splitlines()
+    flags = [line for line in lines if line and not line.startswith("#")]
 
     trainer = JaxTrainer(
         train_on_host,
@@ -97,7 +104,8 @@ def main() -> int:
             failure_config=FailureConfig(max_failures=run.max_failures),
             worker_runtime_env={
                 "env_vars": {
-                    "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "tpu,cpu"),  # cpu: MaxText keeps arrays on the host
+                    # cpu as well: MaxText keeps arrays on the host
+                    "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "tpu,cpu"),
                     "LIBTPU_INIT_ARGS": " ".join(flags),
                 }
             },

@@ -36,8 +36,14 @@ def missing(run: RunEnv) -> str:
     if complete >= run.num_slices:
         return ""
     wanted = {str(number) for number in range(run.hosts_per_slice)}
-    gaps = [f"{name} lacks host {', '.join(sorted(wanted - have, key=int))}" for name, have in sorted(slices.items()) if wanted - have]
-    return f"{count} of {run.num_hosts} {run.ray_pod_type} hosts have joined Ray" + (": " + "; ".join(gaps) if gaps else "")
+    gaps = [
+        f"{name} lacks host {', '.join(sorted(wanted - have, key=int))}"
+        for name, have in sorted(slices.items())
+        if wanted - have
+    ]
+    return ": ".join(
+        filter(None, [f"{count} of {run.num_hosts} {run.ray_pod_type} hosts have joined Ray", "; ".join(gaps)])
+    )
 
 
 def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
@@ -64,7 +70,7 @@ def watch(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
                 try:
                     wait(run, minutes)
                 except TimeoutError as error:
-                    print(f"error: {error}. The run stops here; started again it resumes from its last checkpoint.", flush=True)
+                    print(f"error: {error}. Started again, the run resumes from its last checkpoint.", flush=True)
                     os._exit(1)
 
     threading.Thread(target=loop, name="host-watch", daemon=True).start()

@@ -6,6 +6,7 @@ needs a cloud account or a network. What it writes lies in build/rehearsal.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import yaml
 from ops import run_env, small_model, terminal
 from ops.run_env import ROOT, RunEnv
 from ops.run_log import Step, completed_step
-from ops.simulated_slice import SimulatedSlices
+from ops.simulated_slice import SimulatedSlices, SliceError
 from ops.terminal import Check
 
 FOLDER = ROOT / "build" / "rehearsal"
@@ -59,8 +60,8 @@ def scaled(run: RunEnv, cores: int, available_gib: float) -> tuple[RunEnv, list[
         hosts = chips // run.chips_per_host
         if hosts < run.hosts_per_slice:
             notices.append(
-                f"this machine stands for {topology} slices of {hosts} hosts instead of {run.topology} with {run.hosts_per_slice} "
-                f"({cores} cores, {available_gib:.0f} GiB free): the same job on fewer hosts"
+                f"each slice is simulated as {topology} with {hosts} hosts instead of {run.topology} with "
+                f"{run.hosts_per_slice} ({cores} cores, {available_gib:.0f} GiB free here): the same job on fewer hosts"
             )
 
             def renumbered(name: str) -> str:
@@ -79,8 +80,9 @@ def scaled(run: RunEnv, cores: int, available_gib: float) -> tuple[RunEnv, list[
             )
     if run.num_hosts > possible:
         raise RehearsalError(
-            f"{run.slice_text} needs {run.num_hosts} simulated hosts of about {GIB_PER_HOST} GiB each and {GIB_FOR_RAY} GiB for Ray, "
-            f"but only {available_gib:.1f} GiB of memory are free: close programs, or rehearse on a larger machine"
+            f"{run.slice_text} needs {run.num_hosts} simulated hosts of about {GIB_PER_HOST} GiB each and "
+            f"{GIB_FOR_RAY} GiB for Ray, but only {available_gib:.1f} GiB of memory are free: close programs, "
+            "or rehearse on a larger machine"
         )
     return run, notices
 
@@ -109,9 +111,10 @@ def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]
     tokenizer, own = small_model.tokenizer(config)
     if not own:
         notices.append(
-            f"the MaxText package does not carry the tokenizer of {run.model}: {tokenizer['tokenizer_path']} stands in for it"
+            f"the MaxText package does not carry the run's tokenizer: {tokenizer['tokenizer_path']} stands in for it"
         )
-    model = small_model.small_model(run.model, mesh, run.devices_per_slice, None if own else small_model.STAND_IN_VOCABULARY)
+    vocabulary = None if own else small_model.STAND_IN_VOCABULARY
+    model = small_model.small_model(run.model, mesh, run.devices_per_slice, vocabulary)
     settings = {
         **mesh,
         **model,
@@ -166,7 +169,9 @@ class Start:
 class Trainer:
     """Runs train.py against the simulated slices, follows its log, and never leaves it running."""
 
-    def __init__(self, slices: SimulatedSlices, settings: list[str], environment: dict[str, str], progress: terminal.Progress) -> None:
+    def __init__(
+        self, slices: SimulatedSlices, settings: list[str], environment: dict[str, str], progress: terminal.Progress
+    ) -> None:
         self.slices = slices
         self.settings = settings
         self.environment = environment
@@ -180,16 +185,19 @@ class Trainer:
         """
         began = time.monotonic()
         result = Start(1, [], set(), None, {}, "")
-        with log.open("w", encoding="utf-8") as sink, subprocess.Popen(
-            [sys.executable, "-u", "train.py", *self.settings, f"steps={steps}"],
-            cwd=ROOT,
-            env=os.environ | self.environment | {"RAY_ADDRESS": self.slices.address},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C reaches the rehearsal, which then ends the trainer
-        ) as process:
+        with (
+            log.open("w", encoding="utf-8") as sink,
+            subprocess.Popen(
+                [sys.executable, "-u", "train.py", *self.settings, f"steps={steps}"],
+                cwd=ROOT,
+                env=self.environment | {"RAY_ADDRESS": self.slices.address},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C reaches the rehearsal, which then ends the trainer
+            ) as process,
+        ):
             heard = [time.monotonic()]
             hung = threading.Event()
 
@@ -226,7 +234,9 @@ class Trainer:
         if step := completed_step(line):
             result.seconds.setdefault("first step", now)
             result.steps.append(step)
-            self.progress.update(phase, f"step {step.step}  loss {step.loss:.3f}  {step.tokens_per_device:.0f} tokens/s/device")
+            self.progress.update(
+                phase, f"step {step.step}  loss {step.loss:.3f}  {step.tokens_per_device:.0f} tokens/s/device"
+            )
         elif found := re.search(r"host \d+: (\S+), TPU_WORKER_ID (\S+)", line):
             result.seconds.setdefault("worker", now)
             result.placed.add((found[1], found[2]))
@@ -247,11 +257,13 @@ class Trainer:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete Orbax checkpoints in `folder`, ascending: unfinished ones still carry a suffix."""
+    """Return the steps of the complete Orbax checkpoints in `folder`, ascending."""
     if not folder.is_dir():
         return []
     return sorted(
-        int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal() and (entry / "_CHECKPOINT_METADATA").is_file()
+        int(entry.name)
+        for entry in folder.iterdir()
+        if entry.name.isdecimal() and (entry / "_CHECKPOINT_METADATA").is_file()
     )
 
 
@@ -276,7 +288,9 @@ def checks(run: RunEnv, first: Start, second: Start | None, saved: list[int], to
         Check(
             "loss finite and falling",
             finite and losses[-1] < losses[0],
-            f"{losses[0]:.3f} at step {first.steps[0].step}, {losses[-1]:.3f} at step {first.steps[-1].step}" if losses else "no step",
+            f"{losses[0]:.3f} at step {first.steps[0].step}, {losses[-1]:.3f} at step {first.steps[-1].step}"
+            if losses
+            else "no step",
         ),
         Check("checkpoint committed", bool(saved) and saved[-1] > 0, f"steps {', '.join(map(str, saved)) or 'none'}"),
         Check(
@@ -296,7 +310,7 @@ def resumed_at(first: Start, second: Start | None) -> int | None:
     """Return the first step after the restart: of the second start, or inside the first where the numbers jump back."""
     if second is not None:
         return second.steps[0].step if second.steps else None
-    for before, after in zip(first.steps, first.steps[1:], strict=False):
+    for before, after in itertools.pairwise(first.steps):
         if after.step <= before.step:
             return after.step
     return None
@@ -318,8 +332,8 @@ def rehearse(lose_worker: bool) -> bool:
     checkpoints = FOLDER / "output" / run.run_name / "checkpoints"
 
     terminal.console.print(
-        f"Rehearsing {promised.model} on {promised.slice_text}: {run.num_hosts} simulated hosts, {run.num_devices} devices. "
-        f"Logs: {FOLDER.relative_to(ROOT)}"
+        f"Rehearsing {promised.model} on {promised.slice_text}: {run.num_hosts} simulated hosts, "
+        f"{run.num_devices} devices. Logs: {FOLDER.relative_to(ROOT)}"
     )
     for text in notices + more_notices:
         terminal.notice(text)
@@ -345,11 +359,14 @@ def rehearse(lose_worker: bool) -> bool:
                 failures.append(error)
                 trainer.aborted.set()
 
-        trainer = Trainer(slices, settings, driver, progress)
+        # A copy: while a host starts, this process's own environment is that host's.
+        trainer = Trainer(slices, settings, dict(os.environ) | driver, progress)
         threading.Thread(target=start_hosts, daemon=True).start()
         try:
             if lose_worker:
-                first = trainer.start("train, lose a worker", total, FOLDER / "train-1.log", lose_worker_at=CHECKPOINT_PERIOD + 1)
+                first = trainer.start(
+                    "train, lose a worker", total, FOLDER / "train-1.log", lose_worker_at=CHECKPOINT_PERIOD + 1
+                )
                 second = None
                 # The newest checkpoint that the worker's end left behind.
                 saved = [step for step in range(0, total, CHECKPOINT_PERIOD) if step <= CHECKPOINT_PERIOD]
@@ -363,7 +380,7 @@ def rehearse(lose_worker: bool) -> bool:
             if sys.exc_info()[0] or failures:
                 slices.keep_logs(FOLDER / "ray-logs")
         if failures:
-            raise RehearsalError(f"the simulated hosts did not come up ({failures[0]}): see {FOLDER / 'ray-logs'}")
+            raise failures[0]
         points = checks(run, first, second, saved, total)
         if not all(point.passed for point in points):
             slices.keep_logs(FOLDER / "ray-logs")
@@ -377,7 +394,7 @@ def rehearse(lose_worker: bool) -> bool:
 
 
 class PeakMemory:
-    """The most memory that the rehearsal's processes held together, sampled once a second."""
+    """The most memory that the rehearsal's processes held together, sampled every 3 seconds."""
 
     def __init__(self) -> None:
         self.gib = 0.0
@@ -387,7 +404,7 @@ class PeakMemory:
         """Start sampling in the background."""
 
         def sample() -> None:
-            while not self._done.wait(1):
+            while not self._done.wait(3):
                 total = psutil.Process().memory_info().rss
                 for process in slices.processes():
                     try:
@@ -416,18 +433,19 @@ def write_report(began: float, first: Start, second: Start | None, peak: PeakMem
         "checks": [dataclasses.asdict(point) for point in points],
     }
     (FOLDER / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    terminal.console.print(f"{seconds:.0f} s, at most {peak.gib:.1f} GiB of memory. Everything that was started has ended.")
+    terminal.console.print(f"{seconds:.0f} s, at most {peak.gib:.1f} GiB of memory; all that was started has ended.")
 
 
 def main() -> int:
+    """Rehearse; exit code 0 when every point of the verdict holds, 1 when one does not, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="make rehearse", description=__doc__)
-    parser.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run instead of starting a second time")
+    parser.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
     arguments = parser.parse_args()
     # A polite kill cleans up like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return 0 if rehearse(arguments.lose_worker) else 1
-    except (RehearsalError, run_env.RunEnvError, FileNotFoundError) as error:
+    except (RehearsalError, SliceError, run_env.RunEnvError, FileNotFoundError) as error:
         terminal.error(str(error))
         return 1
     except KeyboardInterrupt:

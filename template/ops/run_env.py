@@ -79,7 +79,7 @@ def path() -> Path:
 
 
 def read(file: Path) -> dict[str, str]:
-    """Return the KEY=value lines of `file`, in order. Raises RunEnvError for a missing file or any other kind of line."""
+    """Return the KEY=value lines of `file`, in order. Raises RunEnvError without a file or for any other line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def read(file: Path) -> dict[str, str]:
 
 
 def load(file: Path | None = None) -> RunEnv:
-    """Return the typed values of `file` (default: `path()`). Raises RunEnvError naming the key that is absent or wrong."""
+    """Return the typed values of `file` (default: `path()`). Raises RunEnvError naming a key absent or wrong."""
     file = file or path()
     values = read(file)
     typed: dict[str, str | int | float] = {}

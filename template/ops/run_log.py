@@ -26,5 +26,9 @@ def completed_step(line: str) -> Step | None:
     if not found:
         return None
     return Step(
-        int(found["step"]), float(found["seconds"]), float(found["tflops"]), float(found["tokens"]), float(found["loss"])
+        int(found["step"]),
+        float(found["seconds"]),
+        float(found["tflops"]),
+        float(found["tokens"]),
+        float(found["loss"]),
     )

@@ -10,17 +10,23 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ops.run_env import RunEnv
 
+NODE_MARK = "SIMULATED_NODE_ID"
 MARK = "SIMULATED_SLICE_ID"  # in the environment of everything started here, so that all of it can be found again
 OBJECT_STORE_BYTES = 80 * 2**20  # the least Ray accepts; nothing of the training passes through it
 JOIN_SECONDS = 180
 STOP_SECONDS = 10
+ATTEMPTS = 3  # to start a node: Ray gives it 30 s, whatever else the machine is doing
+
+
+class SliceError(RuntimeError):
+    """The simulated hosts did not come up; the message says what to do."""
 
 
 class SimulatedSlices:
@@ -33,7 +39,8 @@ class SimulatedSlices:
         self.folder = Path(tempfile.mkdtemp(prefix="slice-", dir="/tmp"))
         self.environment = {
             MARK: self.id,
-            "RAY_TMPDIR": str(self.folder),  # also keeps another Ray's address file out of our reach, and ours out of its
+            # Also keeps the address files of this Ray and of another one apart.
+            "RAY_TMPDIR": str(self.folder),
             # Said outright: Ray otherwise turns tokens on or off by what an earlier Ray left in the home folder.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -59,21 +66,38 @@ class SimulatedSlices:
         """Where a driver connects: RAY_ADDRESS."""
         return self._cluster.address
 
+    def _add_node(self, env_vars: dict[str, str], **arguments: Any) -> None:
+        """Start one node, again if Ray finds it too slow. None offers CPUs: Ray would start idle workers for them."""
+        for attempt in range(1, ATTEMPTS + 1):
+            mark = {NODE_MARK: secrets.token_hex(8)}
+            try:
+                self._cluster.add_node(
+                    num_cpus=0, object_store_memory=OBJECT_STORE_BYTES, env_vars=env_vars | mark, **arguments
+                )
+                return
+            except Exception as error:  # Ray raises a bare Exception for a slow node
+                end(self.processes(mark))
+                if attempt == ATTEMPTS:
+                    raise SliceError(
+                        f"a simulated host did not start in {ATTEMPTS} attempts of 30 s each "
+                        f"(load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores): "
+                        f"end what else runs here, then rehearse again. Ray says: {error}"
+                    ) from None
+
     def start_head(self) -> None:
-        """Start Ray's head, which offers no CPU for work, as on the cluster."""
-        self._cluster.add_node(
-            num_cpus=0,
+        """Start Ray's head, which offers no CPU for work, as on the cluster. Raises SliceError."""
+        self._add_node(
+            {},
             node_ip_address=self._ip(1),
             include_dashboard=False,
             no_monitor=True,
-            object_store_memory=OBJECT_STORE_BYTES,
             dashboard_agent_listen_port=free_port(),
         )
 
     def start_hosts(self, worker_environment: dict[str, str]) -> None:
         """Start every host of every slice, one after the other; their Ray workers inherit `worker_environment`.
 
-        Raises TimeoutError when Ray does not see all of them within JOIN_SECONDS.
+        Raises SliceError when one does not start, or Ray does not see all of them within JOIN_SECONDS.
         """
         for slice_id in range(self.run.num_slices):
             for worker_id in range(self.run.hosts_per_slice):
@@ -88,26 +112,30 @@ class SimulatedSlices:
                 # The node's labels come from this process's environment, its workers' from env_vars.
                 os.environ.update(pod)
                 try:
-                    self._cluster.add_node(
+                    self._add_node(
+                        pod | worker_environment,
                         wait=False,
-                        num_cpus=2,
                         resources={"TPU": self.run.chips_per_host},
                         labels={"ray.io/accelerator-type": self.run.ray_accelerator_type},
                         node_ip_address=self._ip(2 + number),
-                        object_store_memory=OBJECT_STORE_BYTES,
-                        env_vars=pod | worker_environment,
                     )
                 finally:
                     for key in pod:
                         del os.environ[key]
-        self._cluster.wait_for_nodes(timeout=JOIN_SECONDS)
+        try:
+            self._cluster.wait_for_nodes(timeout=JOIN_SECONDS)
+        except TimeoutError:
+            raise SliceError(
+                f"not all simulated hosts joined Ray within {JOIN_SECONDS} s: end what else runs here"
+            ) from None
 
-    def processes(self) -> list[psutil.Process]:
-        """Return every living process that was started from here, however it was detached."""
+    def processes(self, mark: dict[str, str] | None = None) -> list[psutil.Process]:
+        """Return every living process that was started from here, or with `mark`, however it was detached."""
+        wanted = {MARK: self.id} | (mark or {})
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.id and process.pid != os.getpid():
+                if wanted.items() <= process.environ().items() and process.pid != os.getpid():
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -116,27 +144,15 @@ class SimulatedSlices:
     def keep_logs(self, target: Path) -> None:
         """Copy Ray's own logs to `target`, for the case that they must be read."""
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(
-            self.folder / "ray" / "session_latest" / "logs", target, symlinks=True, ignore=shutil.ignore_patterns("old"), dirs_exist_ok=True
-        )
+        logs = self.folder / "ray" / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs, target, symlinks=True, ignore=shutil.ignore_patterns("old"))
 
     def stop(self) -> None:
-        """End everything that was started here, first asking, then killing, and remove its files."""
-        processes = self.processes()
-        for process in processes:
-            try:
-                process.terminate()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(processes, timeout=STOP_SECONDS)
-        deadline = time.monotonic() + STOP_SECONDS
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for process in left:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            psutil.wait_procs(left, timeout=1)
+        """End everything that was started here and remove its files."""
+        # A second look: what was just starting when the first was taken.
+        while left := self.processes():
+            end(left)
         shutil.rmtree(self.folder, ignore_errors=True)
         for key in self.environment:
             os.environ.pop(key, None)
@@ -145,6 +161,17 @@ class SimulatedSlices:
     def _ip(number: int) -> str:
         """A loopback address of its own for each node, where the system has more than one: nothing listens outside."""
         return f"127.0.{1 + number // 250}.{2 + number % 250}" if sys.platform == "linux" else "127.0.0.1"
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """End `processes`, first asking, then killing, within about STOP_SECONDS."""
+    for signal_one, seconds in ((psutil.Process.terminate, STOP_SECONDS), (psutil.Process.kill, 1)):
+        for process in processes:
+            try:
+                signal_one(process)
+            except psutil.NoSuchProcess:
+                continue
+        _, processes = psutil.wait_procs(processes, timeout=seconds)
 
 
 def free_port() -> int:

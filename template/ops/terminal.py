@@ -3,10 +3,8 @@
 import dataclasses
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 console = Console(highlight=False, soft_wrap=True)
@@ -37,7 +35,7 @@ class Progress:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._status:
             self._status.stop()
 
@@ -63,11 +61,11 @@ class Check:
 
 
 def verdict(title: str, checks: list[Check]) -> bool:
-    """Print the checks as a table and return whether all of them hold."""
-    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=None, padding=(0, 1))
+    """Print the checks, a line each, and return whether all of them hold."""
+    console.print(Text(title, style="bold"))
+    width = max(len(check.name) for check in checks)
     for check in checks:
         mark = Text("pass", style="green") if check.passed else Text("FAIL", style="bold red")
-        table.add_row(mark, Text(check.name), Text(check.seen))
-    console.print(table)
+        console.print(" ", mark, Text(f"{check.name:<{width}}  {check.seen}"))
     sys.stdout.flush()
     return all(check.passed for check in checks)
