@@ -73,8 +73,8 @@ def answer(project: Project, verb: str, kind: str, name: str, flags: dict[str, s
         return "\n".join(project.kind("services"))
     if verb == "get-iam-policy":
         place = "project" if kind == "projects" else f"{kind}/{name}"
-        role = re.search(r"bindings.role=(\S+)", wanted)
-        member = re.search(r"bindings.members=(\S+)", wanted)
+        role = re.search(r"bindings.role~\^(\S+)\$", wanted)
+        member = re.search(r"bindings.members~\^(\S+)\$", wanted)
         found = [
             ",".join(grant.split(" ")[1:]) if "csv" in flags.get("format", "") else grant.split(" ")[1]
             for grant in project.kind("grants")
@@ -84,7 +84,7 @@ def answer(project: Project, verb: str, kind: str, name: str, flags: dict[str, s
         ]
         return "\n".join(found)
     if kind == "images":
-        match = re.search(r"package=(\S+) AND tags:(\S+)", wanted)
+        match = re.search(r"package~\^(\S+)\$ AND tags~\^(\w+)\$", wanted)
         assert match, wanted
         return "sha256:0" if f"{match[1]}:{match[2]}" in project.kind("images") else ""
     if kind == "buckets" and verb == "describe":
@@ -93,7 +93,7 @@ def answer(project: Project, verb: str, kind: str, name: str, flags: dict[str, s
         return project.data.get("cluster_state", f"True,True,{flags['project']}.svc.id.goog")
     if kind == "operations":
         return "operation-1"
-    match = re.search(r"(?:name|email)(?:=|~/repositories/)([^\s$]+)", wanted)
+    match = re.search(r"(?:name|email)(?:=|~/repositories/|~\^)([^\s$]+)", wanted)
     assert match, (kind, wanted)
     if match[1] not in project.kind(kind):
         return ""

@@ -46,16 +46,23 @@ def lint(lines: list[str]) -> list[dict[str, Any]]:
     return results
 
 
-def parse(lines: list[str]) -> list[dict[str, Any]]:
-    """Parse all lines with the parser of the installed gcloud."""
-    where = subprocess.run(
+@functools.cache
+def sdk() -> tuple[str, str]:
+    """Return the folder of the installed gcloud and the Python that it runs with."""
+    root, python = subprocess.run(
         ["gcloud", "info", "--format=value(installation.sdk_root,basic.python_location)"],
         check=True,
         capture_output=True,
         text=True,
     ).stdout.split()
+    return root, python
+
+
+def parse(lines: list[str]) -> list[dict[str, Any]]:
+    """Parse all lines with the parser of the installed gcloud."""
+    root, python = sdk()
     done = subprocess.run(
-        [where[1], str(TEMPLATE / "tests/cloud_gcloud_parser.py"), where[0]],
+        [python, str(TEMPLATE / "tests/cloud_gcloud_parser.py"), root],
         input="".join(f"{line}\n" for line in lines),
         check=True,
         capture_output=True,
@@ -108,7 +115,10 @@ def test_gcloud_accepts_every_line_of_every_slice_and_capacity() -> None:
             if capacity == "flex-start" and not GENERATIONS[generation]["flex_start"]:
                 continue
             extra = {"reservation": "block-a"} if capacity == "reservation" else {}
-            lines += all_lines(render(generation=generation, topology=topology, capacity=capacity, **extra))
+            # Only the pools' commands follow from slice and capacity.
+            lines += plan_lines(
+                render(generation=generation, topology=topology, capacity=capacity, **extra), "node-pools"
+            )
     accept(list(dict.fromkeys(lines)))
 
 
@@ -127,6 +137,53 @@ def test_gcloud_accepts_every_question_that_the_scripts_ask(tmp_path: Path) -> N
         asked += [shlex.join(["gcloud", *call]) for call in cloud.data["asked"]]
         asked += [shlex.join(["gcloud", *call]) for call in cloud.data["calls"] if "wait" in call]
     accept(list(dict.fromkeys(asked)))
+
+
+def matches(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
+    """Ask gcloud's filter engine about each pair; a warning that its answer will change one day is a failure."""
+    root, python = sdk()
+    done = subprocess.run(
+        [python, str(TEMPLATE / "tests/cloud_gcloud_filter.py"), root],
+        input="".join(f"{json.dumps(pair)}\n" for pair in pairs),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "WARNING" not in done.stderr, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_gcloud
+def test_every_filter_finds_its_own_resource_and_no_other(tmp_path: Path) -> None:
+    cloud = StandIn(variant("tpu7x-multi-host"), tmp_path)
+    for script in ("all", "image"):
+        assert cloud.run(script).returncode == 0
+    assert cloud.run("destroy", CONFIRM="my-tpu-run").returncode == 0
+    filters = {
+        flag[len("--filter=") :] for call in cloud.data["asked"] for flag in call if flag.startswith("--filter=")
+    }
+    assert filters
+
+    def example(expression: str, suffix: str) -> dict[str, Any]:
+        """Build the resource that the expression looks for, or with a suffix one whose name goes on."""
+        resource: dict[str, Any] = {"resourceLabels": {"created-by": "copier-maxtext-ray"}}
+        resource["labels"] = resource["resourceLabels"]
+        resource["region"] = "https://www.googleapis.com/compute/v1/projects/acme-tpu/regions/us-central1"
+        for key, operator, value in re.findall(r"([\w.]+)(=|~)\^?([^\s$]+)", expression):
+            if key == "region" or "created-by" in key:
+                continue
+            text = f"projects/p/locations/l{value}" if operator == "~" and value.startswith("/") else value
+            text += suffix
+            first, _, second = key.partition(".")
+            if second:
+                resource.setdefault(first, {})[second] = text
+            else:
+                resource[first] = [text] if first == "tags" else text
+        return resource
+
+    order = sorted(filters)
+    assert matches([(expression, example(expression, "")) for expression in order]) == [True] * len(order)
+    assert matches([(expression, example(expression, "-2")) for expression in order]) == [False] * len(order)
 
 
 @needs_gcloud

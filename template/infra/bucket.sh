@@ -9,7 +9,7 @@ namespace_flags=()
 if [[ ${HIERARCHICAL_NAMESPACE:-no} == yes ]]; then namespace_flags=(--enable-hierarchical-namespace); fi
 
 if absent "bucket gs://$BUCKET in $REGION" \
-  gcloud storage buckets list "$PROJECT_FLAG" --filter="name=$BUCKET" --format="value(name)"; then
+  gcloud storage buckets list "$PROJECT_FLAG" --filter="name~^$BUCKET\$" --format="value(name)"; then
   # No soft delete: MaxText deletes old checkpoints by itself, and each would be billed for another week.
   run gcloud storage buckets create "gs://$BUCKET" "$PROJECT_FLAG" --location="$REGION" --uniform-bucket-level-access \
     --public-access-prevention --soft-delete-duration=0 --lifecycle-file="$ROOT/infra/bucket-lifecycle.json" \

@@ -44,11 +44,11 @@ check() {
 
 what="$CLUSTER_MODE cluster $CLUSTER_NAME in $CLUSTER_LOCATION"
 if absent "$what" gcloud container clusters list "$PROJECT_FLAG" --location="$CLUSTER_LOCATION" \
-  --filter="name=$CLUSTER_NAME" --format="value(name)"; then
+  --filter="name~^$CLUSTER_NAME\$" --format="value(name)"; then
   create
 else
   status=$(ask gcloud container clusters list "$PROJECT_FLAG" --location="$CLUSTER_LOCATION" \
-    --filter="name=$CLUSTER_NAME" --format="value(status)")
+    --filter="name~^$CLUSTER_NAME\$" --format="value(status)")
   if [[ $status == PROVISIONING ]]; then
     # An earlier run was interrupted while Google Cloud went on.
     wait_for_operation CREATE_CLUSTER "$CLUSTER_NAME"

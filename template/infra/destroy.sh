@@ -39,7 +39,7 @@ fi
 
 # The cluster first: it is what costs money. Its node pools go with it.
 if present gcloud container clusters list "$PROJECT_FLAG" --location="$CLUSTER_LOCATION" \
-  --filter="name=$CLUSTER_NAME AND resourceLabels.${OWNER_LABEL/=/:}" --format="value(name)"; then
+  --filter="name~^$CLUSTER_NAME\$ AND resourceLabels.${OWNER_LABEL/=/:}" --format="value(name)"; then
   run gcloud container clusters delete "$CLUSTER_NAME" "$PROJECT_FLAG" --location="$CLUSTER_LOCATION" --quiet
 else
   note "gone, or not made by these scripts: cluster $CLUSTER_NAME"
@@ -47,7 +47,7 @@ fi
 
 if needs_workload_policy; then
   if present gcloud compute resource-policies list "$PROJECT_FLAG" \
-    --filter="name=$(workload_policy) AND region~/$REGION\$" --format="value(name)"; then
+    --filter="name~^$(workload_policy)\$ AND region~/$REGION\$" --format="value(name)"; then
     run gcloud compute resource-policies delete "$(workload_policy)" "$PROJECT_FLAG" --region="$REGION" --quiet
   else
     note "gone: workload policy $(workload_policy)"
@@ -66,11 +66,11 @@ remove_account() {
   local email
   email=$(account_email "$1")
   if present gcloud projects get-iam-policy "$PROJECT_ID" --flatten="bindings[].members" \
-    --filter="bindings.role=$2 AND bindings.members=serviceAccount:$email" --format="value(bindings.role)"; then
+    --filter="bindings.role~^$2\$ AND bindings.members~^serviceAccount:$email\$" --format="value(bindings.role)"; then
     run gcloud projects remove-iam-policy-binding "$PROJECT_ID" --member="serviceAccount:$email" --role="$2" \
       --condition=None --format=none
   fi
-  if present gcloud iam service-accounts list "$PROJECT_FLAG" --filter="email=$email" --format="value(email)"; then
+  if present gcloud iam service-accounts list "$PROJECT_FLAG" --filter="email~^$email\$" --format="value(email)"; then
     run gcloud iam service-accounts delete "$email" "$PROJECT_FLAG" --quiet
   else
     note "gone: service account $email"
@@ -95,7 +95,7 @@ if [[ ${BUCKET_TOO:-no} != yes ]]; then
   for role in "${BUCKET_ROLES[@]}"; do revoke "$role" "$principal"; done
   revoke roles/storage.objectViewer "serviceAccount:$(account_email build)"
   note "kept: gs://$BUCKET (BUCKET_TOO=yes removes it too)"
-elif present gcloud storage buckets list "$PROJECT_FLAG" --filter="name=$BUCKET" --format="value(name)"; then
+elif present gcloud storage buckets list "$PROJECT_FLAG" --filter="name~^$BUCKET\$" --format="value(name)"; then
   run gcloud storage rm "gs://$BUCKET" "$PROJECT_FLAG" --recursive
 else
   note "gone: gs://$BUCKET"

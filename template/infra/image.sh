@@ -8,7 +8,7 @@ revision=$(git -C "$ROOT" rev-parse --short HEAD 2>/dev/null || echo none)
 
 if absent "image $IMAGE_REPOSITORY:$tag" \
   gcloud artifacts docker images list "${IMAGE_REPOSITORY%/*}" "$PROJECT_FLAG" \
-  --filter="package=$IMAGE_REPOSITORY AND tags:$tag" --format="value(version)" --include-tags; then
+  --filter="package~^$IMAGE_REPOSITORY\$ AND tags~^$tag\$" --format="value(version)" --include-tags; then
   cd "$ROOT"
   run gcloud builds submit . "$PROJECT_FLAG" --region="$REGION" --config=cloudbuild.yaml \
     --service-account="projects/$PROJECT_ID/serviceAccounts/$(account_email build)" \

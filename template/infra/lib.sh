@@ -70,6 +70,8 @@ ask() {
   printf '%s' "$answer"
 }
 
+# The filters in these questions are anchored patterns: what gcloud's = matches is announced to change.
+#
 # absent WHAT COMMAND...: true when the question COMMAND has an empty answer, and always true in a plan.
 absent() {
   local what=$1 answer
@@ -156,7 +158,7 @@ needs_workload_policy() { [[ $WORKLOAD_POLICY == yes ]]; }
 wait_for_operation() {
   local operation
   operation=$(ask gcloud container operations list "$PROJECT_FLAG" --location="$CLUSTER_LOCATION" \
-    --filter="operationType=$1 AND status!=DONE AND targetLink~/$2\$" --format="value(name)")
+    --filter="operationType~^$1\$ AND status!=DONE AND targetLink~/$2\$" --format="value(name)")
   if [[ -n $operation ]]; then
     run gcloud container operations wait "$operation" "$PROJECT_FLAG" --location="$CLUSTER_LOCATION"
   fi

@@ -5,7 +5,7 @@ refuse_placeholders project_id
 
 if needs_workload_policy; then
   if absent "workload policy $(workload_policy) in $REGION" \
-    gcloud compute resource-policies list "$PROJECT_FLAG" --filter="name=$(workload_policy) AND region~/$REGION\$" \
+    gcloud compute resource-policies list "$PROJECT_FLAG" --filter="name~^$(workload_policy)\$ AND region~/$REGION\$" \
     --format="value(name)"; then
     run gcloud compute resource-policies create workload-policy "$(workload_policy)" "$PROJECT_FLAG" --region="$REGION" \
       --type=HIGH_THROUGHPUT --accelerator-topology="$TOPOLOGY"
@@ -60,7 +60,7 @@ for ((slice = 0; slice < NUM_SLICES; slice++)); do
   status=""
   if ! planning; then
     status=$(ask gcloud container node-pools list --cluster="$CLUSTER_NAME" "$PROJECT_FLAG" \
-      --location="$CLUSTER_LOCATION" --filter="name=$pool" --format="value(status)")
+      --location="$CLUSTER_LOCATION" --filter="name~^$pool\$" --format="value(status)")
   fi
   case $status in
     PROVISIONING)

@@ -15,7 +15,7 @@ fi
 grant() {
   if absent "$1 on it for $2" \
     gcloud artifacts repositories get-iam-policy "$REGISTRY" "$PROJECT_FLAG" --location="$REGION" \
-    --flatten="bindings[].members" --filter="bindings.role=$1 AND bindings.members=serviceAccount:$2" \
+    --flatten="bindings[].members" --filter="bindings.role~^$1\$ AND bindings.members~^serviceAccount:$2\$" \
     --format="value(bindings.role)"; then
     run gcloud artifacts repositories add-iam-policy-binding "$REGISTRY" "$PROJECT_FLAG" --location="$REGION" \
       --member="serviceAccount:$2" --role="$1" --format=none

@@ -39,7 +39,7 @@ case $account in
   *) member="user:$account" ;;
 esac
 granted=$(ask gcloud projects get-iam-policy "$PROJECT_ID" --flatten="bindings[].members" \
-  --filter="bindings.members=$member" --format="value(bindings.role)")
+  --filter="bindings.members~^$member\$" --format="value(bindings.role)")
 
 if grep -qxF "roles/owner" <<<"$granted"; then
   note "there: $account owns project $PROJECT_ID"
