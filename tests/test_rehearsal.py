@@ -6,9 +6,13 @@ they share one pytest-xdist group.
 
 import itertools
 import json
+import os
+import re
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +83,40 @@ def test_a_killed_worker_costs_only_the_steps_since_its_last_checkpoint(render: 
     assert [after for before, after in itertools.pairwise(steps) if after <= before] == [5]
 
 
+@pytest.fixture
+def another_ray(run_python: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A Ray of the user's own on this machine, as `ray start` makes it."""
+    # Unix sockets take 107 characters: pytest's own folders are too deep for them.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        command = ["start", "--head", "--block", "--port=0", "--num-cpus=0", "--include-dashboard=false"]
+        process = subprocess.Popen(
+            [run_python.parent / "ray", *command, f"--temp-dir={folder}", "--ray-client-server-port=0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "Ray runtime started" in line:
+                break
+        yield process
+        # The leader of its own session: nothing but this Ray is in it.
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
 @pytest.mark.rehearsal
 @pytest.mark.xdist_group("heavy")
-def test_an_interrupted_rehearsal_leaves_no_process_behind(render: Render, run_python: Path) -> None:
+def test_an_interrupted_rehearsal_leaves_nothing_behind_and_another_ray_alone(
+    render: Render, run_python: Path, another_ray: "subprocess.Popen[str]"
+) -> None:
     folder = render()
     process = subprocess.Popen(
         [run_python, "-m", "ops.rehearse"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     log = folder / "build" / "rehearsal" / "train-1.log"
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while not (log.exists() and "RayTrainWorker" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(1)
     process.send_signal(signal.SIGINT)
@@ -96,6 +125,49 @@ def test_an_interrupted_rehearsal_leaves_no_process_behind(render: Render, run_p
     assert "interrupted" in printed
     assert "Traceback" not in printed
     assert not started_here(folder)
+    assert another_ray.poll() is None
+
+
+TRUTH = """
+import dataclasses, os, subprocess, sys
+import yaml
+from ops import rehearse, run_env, small_model
+from ops.simulated_slice import SimulatedSlices
+run = dataclasses.replace(run_env.load(), max_failures=0)
+rehearse.FOLDER.mkdir(parents=True)
+rehearse.write_data(rehearse.FOLDER / "data", run.num_hosts, 1)
+settings, _ = rehearse.overrides(run, yaml.safe_load(open("config/train.yml")))
+environment = rehearse.worker_environment(run)
+with SimulatedSlices(run) as slices:
+    slices.start_head()
+    slices.start_hosts(environment)
+    for name, promised, steps in [
+        ("data", run, 100_000),
+        ("devices", dataclasses.replace(run, devices_per_host=3, devices_per_slice=3), 2),
+    ]:
+        rehearse.write_run_env(promised, rehearse.FOLDER / "run.env")
+        done = subprocess.run(
+            [sys.executable, "train.py", *settings, f"steps={steps}", "enable_checkpointing=false"],
+            env=os.environ | environment | {
+                "RUN_ENV": str(rehearse.FOLDER / "run.env"),
+                "RAY_STORAGE_PATH": str(rehearse.FOLDER / "ray"),
+                "RAY_ADDRESS": slices.address,
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        print(name, done.returncode, done.stdout)
+"""
+
+
+@pytest.mark.rehearsal
+@pytest.mark.xdist_group("heavy")
+def test_the_exit_code_tells_of_data_that_ran_out_and_of_missing_devices(render: Render, run_python: Path) -> None:
+    printed = call(render(generation="v5e", topology="2x2", model="qwen3-0.6b"), run_python, TRUTH)
+    data, devices = printed.split("\ndevices ", 1)
+    assert data.startswith("data 1 ")
+    assert re.search(r"^error: the data ran out after \d+ of 100000 steps: give more of it", data, re.MULTILINE), data
+    assert devices.startswith("1 ")
+    assert "sees 4 of its devices and 4 in all, but run.env promises 3 and 3" in devices
 
 
 def call(folder: Path, run_python: Path, code: str) -> str:

@@ -39,6 +39,8 @@ MORE_STEPS = 4
 # Measured on 2 cores with maxtext 0.2.5: what a Ray worker with a small model takes, and Ray's own processes.
 GIB_PER_HOST = 1.2
 GIB_FOR_RAY = 1.5
+# Ray Train says so every second where there is no dashboard, as here; on the cluster there is one.
+NO_DASHBOARD = "State API may be temporarily unavailable"
 SILENCE_SECONDS = 300  # a start that logs nothing for so long has hung
 
 
@@ -215,6 +217,8 @@ class Trainer:
             assert process.stdout is not None
             try:
                 for line in process.stdout:
+                    if NO_DASHBOARD in line:
+                        continue
                     heard[0] = time.monotonic()
                     sink.write(line)
                     sink.flush()
@@ -394,7 +398,7 @@ def rehearse(lose_worker: bool) -> bool:
 
 
 class PeakMemory:
-    """The most memory that the rehearsal's processes held together, sampled every 3 seconds."""
+    """The most memory that the rehearsal's processes held together, sampled every 5 seconds."""
 
     def __init__(self) -> None:
         self.gib = 0.0
@@ -404,7 +408,7 @@ class PeakMemory:
         """Start sampling in the background."""
 
         def sample() -> None:
-            while not self._done.wait(3):
+            while not self._done.wait(5):
                 total = psutil.Process().memory_info().rss
                 for process in slices.processes():
                     try:
