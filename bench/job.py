@@ -9,6 +9,7 @@ To be run inside the rendered repository, with its Python. The last line is the 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,11 +47,12 @@ def under_ray(run: run_env.RunEnv, settings: list[str], steps: int) -> list[floa
     driver = environment | {
         "RUN_ENV": str(rehearse.FOLDER / "run.env"),
         "RAY_STORAGE_PATH": str(rehearse.FOLDER / "ray"),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     }
     with SimulatedSlices(run) as slices, terminal.Progress() as progress:
         slices.start_head()
         slices.start_hosts(environment)
-        trainer = rehearse.Trainer(slices, settings, driver, progress)
+        trainer = rehearse.Trainer(slices, settings, dict(os.environ) | driver, progress)
         start = trainer.start("under Ray", steps, rehearse.FOLDER / "bench-ray.log")
     if start.returncode:
         sys.exit(f"the trainer failed: {start.error}")
@@ -106,6 +108,7 @@ def main() -> None:
     if sys.argv[1] == "process":
         process(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, like Ctrl-C
     run = run_env.load()
     steps = int(sys.argv[2])
     prepare(run, steps)
