@@ -1,7 +1,7 @@
 """Runs the small job of a rendered repository for the measurements; a part of them, not one itself.
 
-    python job.py ray STEPS                 under JaxTrainer, on the simulated slices
-    python job.py hand STEPS PROCESSES      PROCESSES started by hand, joined by jax.distributed when there are several
+    python job.py ray STEPS                           under JaxTrainer, on the simulated slices
+    python job.py hand STEPS PROCESSES [key=value]    started by hand, joined by jax.distributed when there are several
 
 To be run inside the rendered repository, with its Python. The last line is the seconds of each step, as JSON.
 """
@@ -18,49 +18,32 @@ import yaml
 
 sys.path.insert(0, str(Path.cwd()))
 
-from ops import rehearse, run_env, small_model, terminal
+from ops import rehearse, run_env, small_model
 from ops.run_log import completed_step
-from ops.simulated_slice import SimulatedSlices, free_port
+from ops.simulated_slice import free_port
 
 LIMIT_SECONDS = 1800
 
 
-def settings_of(run: run_env.RunEnv, config: Path) -> list[str]:
-    """The settings of a rehearsal, as key=value for MaxText."""
-    return rehearse.overrides(run, yaml.safe_load(config.read_text()))[0]
+def under_ray(steps: int) -> list[float]:
+    """Seconds of each step under JaxTrainer: a rehearsal whose first start is `steps` long."""
+    rehearse.FIRST_STEPS = steps
+    if not rehearse.rehearse(lose_worker=False):
+        sys.exit("the rehearsal failed: its verdict is above")
+    report = json.loads((rehearse.FOLDER / "report.json").read_text())
+    return [step["seconds"] for step in report["starts"][0]["steps"]]
 
 
-def prepare(run: run_env.RunEnv, steps: int) -> None:
-    """Write the data and the run.env that the job reads, as a rehearsal does, and forget earlier checkpoints."""
-    shutil.rmtree(rehearse.FOLDER / "output", ignore_errors=True)
-    rehearse.FOLDER.mkdir(parents=True, exist_ok=True)
-    rehearse.write_run_env(run, rehearse.FOLDER / "run.env")
+def by_hand(steps: int, processes: int, more: list[str]) -> list[float]:
+    """Seconds of each step with `processes` processes that share the devices of all slices evenly.
+
+    Trains on the data of the last rehearsal, with its settings; `more` are further ones.
+    """
     if not (rehearse.FOLDER / "data").exists():
-        rehearse.write_data(
-            rehearse.FOLDER / "data", run.num_hosts, steps * run.num_devices * small_model.SEQUENCE_LENGTH
-        )
-
-
-def under_ray(run: run_env.RunEnv, settings: list[str], steps: int) -> list[float]:
-    """Seconds of each step under JaxTrainer."""
-    environment = rehearse.worker_environment(run)
-    driver = environment | {
-        "RUN_ENV": str(rehearse.FOLDER / "run.env"),
-        "RAY_STORAGE_PATH": str(rehearse.FOLDER / "ray"),
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    }
-    with SimulatedSlices(run) as slices, terminal.Progress() as progress:
-        slices.start_head()
-        slices.start_hosts(environment)
-        trainer = rehearse.Trainer(slices, settings, dict(os.environ) | driver, progress)
-        start = trainer.start("under Ray", steps, rehearse.FOLDER / "bench-ray.log")
-    if start.returncode:
-        sys.exit(f"the trainer failed: {start.error}")
-    return [step.seconds for step in start.steps]
-
-
-def by_hand(run: run_env.RunEnv, settings: list[str], steps: int, processes: int) -> list[float]:
-    """Seconds of each step with `processes` processes that share the devices of all slices evenly."""
+        sys.exit("there is no data: run the rehearsal first")
+    shutil.rmtree(rehearse.FOLDER / "output", ignore_errors=True)
+    run = run_env.load()
+    settings = [*rehearse.overrides(run, yaml.safe_load(Path("config/train.yml").read_text()))[0], *more]
     environment = os.environ | rehearse.worker_environment(run)
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={run.num_devices // processes}"
     coordinator = f"127.0.0.1:{free_port()}"
@@ -109,14 +92,8 @@ def main() -> None:
         process(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, like Ctrl-C
-    run = run_env.load()
     steps = int(sys.argv[2])
-    prepare(run, steps)
-    settings = [*settings_of(run, Path("config/train.yml")), *sys.argv[4 if sys.argv[1] == "hand" else 3 :]]
-    if sys.argv[1] == "ray":
-        seconds = under_ray(run, settings, steps)
-    else:
-        seconds = by_hand(run, settings, steps, int(sys.argv[3]))
+    seconds = under_ray(steps) if sys.argv[1] == "ray" else by_hand(steps, int(sys.argv[3]), sys.argv[4:])
     print(json.dumps(seconds))
 
 

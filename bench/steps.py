@@ -1,7 +1,7 @@
 """Steps per second under Ray Train's JaxTrainer, against the same processes started by hand with jax.distributed.
 
-The default job in small, as `make rehearse` trains it: one process a host, the same settings, data and simulated
-devices, without checkpoints. The sides take turns, and each is judged by its median step once compilation is over.
+The default job in small, as `make rehearse` trains it: one process a host, the same settings, data, checkpoints and
+simulated devices. The sides take turns, and each is judged by its median step once compilation is over.
 """
 
 import json
@@ -22,8 +22,8 @@ def main() -> None:
     """Print steps a second of both and their ratio."""
     folder = repository("steps")
     sides = {
-        "JaxTrainer": ["ray", str(STEPS), "enable_checkpointing=false"],
-        "by hand": ["hand", str(STEPS), str(HOSTS), "enable_checkpointing=false"],
+        "JaxTrainer": ["ray", str(STEPS)],
+        "by hand": ["hand", str(STEPS), str(HOSTS)],
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
