@@ -20,8 +20,11 @@ from ops import hosts, run_env
 ROOT = Path(__file__).resolve().parent
 
 
-def train_on_host(job: dict[str, Any]) -> None:
-    """Run on each host, in its own process. Only here is jax imported: the driver must not touch a TPU."""
+def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
+    """Run on each host, in its own process; return the steps completed and asked for.
+
+    Only here is jax imported: the driver must not touch a TPU.
+    """
     import json
     import logging
     import tempfile
@@ -29,7 +32,7 @@ def train_on_host(job: dict[str, Any]) -> None:
     import jax
     import maxtext
     import yaml
-    from ray.train import collective, get_context, report
+    from ray.train import collective, get_context
 
     rank = get_context().get_world_rank()
     print(f"host {rank}: {os.environ.get('TPU_NAME')}, TPU_WORKER_ID {os.environ.get('TPU_WORKER_ID')}", flush=True)
@@ -59,9 +62,9 @@ def train_on_host(job: dict[str, Any]) -> None:
     collective.barrier()  # imports take hosts unequally long, and the first collective waits for 30 s only
     main(["train.py", str(config), *overrides])
 
-    # MaxText ends quietly when the data runs out. Reported, not raised: no restart would find more of it.
+    # MaxText ends quietly when the data runs out. Returned, not raised: no restart would find more of it.
     last = int(json.loads(metrics.read_text().splitlines()[-1])["step"]) if metrics.exists() else -1
-    report({"completed": last + 1, "asked": int(settings["steps"])})
+    return last + 1, int(settings["steps"])
 
 
 def main() -> int:
@@ -118,7 +121,7 @@ def main() -> int:
     except (TimeoutError, ray.train.TrainingFailedError) as error:
         print(f"error: {error}", flush=True)
         return 1
-    completed, asked = result.metrics["completed"], result.metrics["asked"]
+    completed, asked = result.return_value
     if completed < asked:
         print(
             f"error: the data ran out after {completed} of {asked} steps: give more of it, or set num_epoch", flush=True

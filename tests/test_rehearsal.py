@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -44,6 +45,13 @@ def rehearse(folder: Path, run_python: Path, *arguments: str) -> tuple[int, str,
     )
     report = folder / "build" / "rehearsal" / "report.json"
     return done.returncode, done.stdout, json.loads(report.read_text()) if report.exists() else {}
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def started_here(folder: Path) -> list[str]:
@@ -90,16 +98,15 @@ def another_ray(run_python: Path) -> Iterator["subprocess.Popen[str]"]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         command = ["start", "--head", "--block", "--port=0", "--num-cpus=0", "--include-dashboard=false"]
         process = subprocess.Popen(
-            [run_python.parent / "ray", *command, f"--temp-dir={folder}", "--ray-client-server-port=0"],
+            [run_python.parent / "ray", *command, f"--temp-dir={folder}", f"--ray-client-server-port={free_port()}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
         assert process.stdout is not None
-        for line in process.stdout:
-            if "Ray runtime started" in line:
-                break
+        started = any("Ray runtime started" in line for line in process.stdout)
+        assert started, "ray start did not start"
         yield process
         # The leader of its own session: nothing but this Ray is in it.
         os.killpg(process.pid, signal.SIGTERM)

@@ -5,6 +5,7 @@ import threading
 import time
 
 import ray
+from ray.util import placement_group_table
 
 from ops.run_env import RunEnv
 
@@ -61,16 +62,30 @@ def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
 
 
 def watch(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
-    """End this process with code 1 when hosts stay lost for `minutes`: Ray Train itself would retry for ever."""
+    """End this process with code 1 when hosts stay lost, or Ray cannot place the workers on them, for `minutes`.
+
+    Ray Train itself would retry for ever.
+    """
 
     def loop() -> None:
+        unplaced_since = None
         while True:
             time.sleep(REPORT_SECONDS)
-            if missing(run):
-                try:
+            try:
+                if missing(run):
                     wait(run, minutes)
-                except TimeoutError as error:
-                    print(f"error: {error}. Started again, the run resumes from its last checkpoint.", flush=True)
-                    os._exit(1)
+                now = time.monotonic()
+                waiting = [group for group in placement_group_table().values() if group["state"] == "PENDING"]
+                unplaced_since = (unplaced_since or now) if waiting else None
+                if unplaced_since is not None:
+                    print(f"waiting for Ray to place {waiting[0]['bundles']} on the hosts", flush=True)
+                    if now - unplaced_since > minutes * 60:
+                        raise TimeoutError(
+                            f"waited {minutes:g} min, but Ray finds no place for {waiting[0]['bundles']}: "
+                            "another job holds the hosts, or they offer less (`ray status` on the head tells)"
+                        )
+            except TimeoutError as error:
+                print(f"error: {error}. Started again, the run resumes from its last checkpoint.", flush=True)
+                os._exit(1)
 
     threading.Thread(target=loop, name="host-watch", daemon=True).start()

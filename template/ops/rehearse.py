@@ -254,10 +254,18 @@ class Trainer:
 
     def _lose_worker(self) -> None:
         """Kill one Ray Train worker outright, as a lost host would end it."""
-        workers = [process for process in self.slices.processes() if "RayTrainWorker" in " ".join(process.cmdline())]
+        workers = [process for process in self.slices.processes() if "RayTrainWorker" in process_name(process)]
         if not workers:
             raise RehearsalError("found no Ray Train worker to lose: please report this with build/rehearsal")
         workers[-1].kill()
+
+
+def process_name(process: psutil.Process) -> str:
+    """Return what `ps` shows for `process`, empty when it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def committed_steps(folder: Path) -> list[int]:

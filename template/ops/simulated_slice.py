@@ -4,12 +4,15 @@ Each simulated host is a raylet with the environment that GKE's device plugin an
 Ray derives its slice labels and the slice's head resource from that environment, exactly as it does on the slice.
 """
 
+import ctypes
 import os
 import secrets
 import shutil
 import socket
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,6 @@ import psutil
 
 from ops.run_env import RunEnv
 
-NODE_MARK = "SIMULATED_NODE_ID"
-MARK = "SIMULATED_SLICE_ID"  # in the environment of everything started here, so that all of it can be found again
 OBJECT_STORE_BYTES = 80 * 2**20  # the least Ray accepts; nothing of the training passes through it
 JOIN_SECONDS = 180
 STOP_SECONDS = 10
@@ -34,11 +35,14 @@ class SimulatedSlices:
 
     def __init__(self, run: RunEnv) -> None:
         self.run = run
-        self.id = secrets.token_hex(8)
+        self._seen: set[psutil.Process] = set()
+        self._looking = threading.Lock()  # guards _seen
+        self._adding = threading.Lock()  # held while a node starts
+        self._stopping = threading.Event()
+        adopt_orphans()
         # Unix sockets take 107 characters, so Ray's files cannot live in the repository.
         self.folder = Path(tempfile.mkdtemp(prefix="slice-", dir="/tmp"))
         self.environment = {
-            MARK: self.id,
             # Also keeps the address files of this Ray and of another one apart.
             "RAY_TMPDIR": str(self.folder),
             # Said outright: Ray otherwise turns tokens on or off by what an earlier Ray left in the home folder.
@@ -47,6 +51,7 @@ class SimulatedSlices:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
             "RAY_worker_niceness": "0",  # workers are what this machine is for just now
+            "RAY_prestart_worker_first_driver": "0",  # no idle workers on a machine this small
         }
         os.environ.update(self.environment)
         # Ray reads its environment when it is imported.
@@ -66,28 +71,29 @@ class SimulatedSlices:
         """Where a driver connects: RAY_ADDRESS."""
         return self._cluster.address
 
-    def _add_node(self, env_vars: dict[str, str], **arguments: Any) -> None:
-        """Start one node, again if Ray finds it too slow. None offers CPUs: Ray would start idle workers for them."""
-        for attempt in range(1, ATTEMPTS + 1):
-            mark = {NODE_MARK: secrets.token_hex(8)}
-            try:
-                self._cluster.add_node(
-                    num_cpus=0, object_store_memory=OBJECT_STORE_BYTES, env_vars=env_vars | mark, **arguments
-                )
-                return
-            except Exception as error:  # Ray raises a bare Exception for a slow node
-                end(self.processes(mark))
-                if attempt == ATTEMPTS:
-                    raise SliceError(
-                        f"a simulated host did not start in {ATTEMPTS} attempts of 30 s each "
-                        f"(load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores): "
-                        f"end what else runs here, then rehearse again. Ray says: {error}"
-                    ) from None
+    def _add_node(self, **arguments: Any) -> None:
+        """Start one node, again if Ray finds it too slow."""
+        for _ in range(ATTEMPTS):
+            with self._adding:
+                if self._stopping.is_set():
+                    raise SliceError("the rehearsal is ending")
+                others = set(self.processes())
+                try:
+                    self._cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, **arguments)
+                    return
+                except Exception as error:  # Ray raises a bare Exception for a slow node
+                    # The trainer, which may have started meanwhile, has a session of its own.
+                    end([process for process in self.processes() if process not in others and in_our_session(process)])
+                    reason = error
+        raise SliceError(
+            f"a simulated host did not start in {ATTEMPTS} attempts of 30 s each (load {os.getloadavg()[0]:.0f} on "
+            f"{os.cpu_count()} cores): end what else runs here, then rehearse again. Ray says: {reason}"
+        )
 
     def start_head(self) -> None:
         """Start Ray's head, which offers no CPU for work, as on the cluster. Raises SliceError."""
         self._add_node(
-            {},
+            num_cpus=0,
             node_ip_address=self._ip(1),
             include_dashboard=False,
             no_monitor=True,
@@ -113,8 +119,9 @@ class SimulatedSlices:
                 os.environ.update(pod)
                 try:
                     self._add_node(
-                        pod | worker_environment,
+                        env_vars=pod | worker_environment,
                         wait=False,
+                        num_cpus=1,  # the share that Ray's slice reservation asks of each host
                         resources={"TPU": self.run.chips_per_host},
                         labels={"ray.io/accelerator-type": self.run.ray_accelerator_type},
                         node_ip_address=self._ip(2 + number),
@@ -129,17 +136,15 @@ class SimulatedSlices:
                 f"not all simulated hosts joined Ray within {JOIN_SECONDS} s: end what else runs here"
             ) from None
 
-    def processes(self, mark: dict[str, str] | None = None) -> list[psutil.Process]:
-        """Return every living process that was started from here, or with `mark`, however it was detached."""
-        wanted = {MARK: self.id} | (mark or {})
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if wanted.items() <= process.environ().items() and process.pid != os.getpid():
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
+    def processes(self) -> list[psutil.Process]:
+        """Return every living process that was started from here, however it was detached.
+
+        Ray's processes overwrite their names and environments, so descent is the only mark that stays.
+        """
+        with self._looking:
+            self._seen.update(psutil.Process().children(recursive=True))
+            self._seen = {process for process in self._seen if is_alive(process)}
+            return list(self._seen)
 
     def keep_logs(self, target: Path) -> None:
         """Copy Ray's own logs to `target`, for the case that they must be read."""
@@ -150,9 +155,15 @@ class SimulatedSlices:
 
     def stop(self) -> None:
         """End everything that was started here and remove its files."""
-        # A second look: what was just starting when the first was taken.
-        while left := self.processes():
+        self._stopping.set()
+        deadline = time.monotonic() + 6 * STOP_SECONDS
+        # Again and again: a host may be half-way up, and what it starts next must end too.
+        while (left := self.processes()) or self._adding.locked():
             end(left)
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{process.pid}" for process in left)
+                raise SliceError(f"these processes do not end, not even killed: {names}. Look at them with ps")
+            time.sleep(0.1)
         shutil.rmtree(self.folder, ignore_errors=True)
         for key in self.environment:
             os.environ.pop(key, None)
@@ -161,6 +172,29 @@ class SimulatedSlices:
     def _ip(number: int) -> str:
         """A loopback address of its own for each node, where the system has more than one: nothing listens outside."""
         return f"127.0.{1 + number // 250}.{2 + number % 250}" if sys.platform == "linux" else "127.0.0.1"
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent has died, where the system can: Linux."""
+    if sys.platform == "linux":
+        set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """True for a process that still runs; a zombie has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def in_our_session(process: psutil.Process) -> bool:
+    """True for a process that was started without a session of its own."""
+    try:
+        return os.getsid(process.pid) == os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def end(processes: list[psutil.Process]) -> None:
