@@ -1,6 +1,6 @@
 # Everything happens inside this clone: tools in .tools/ and .venv/, results in build/.
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest format lock docs bench clean
+.PHONY: help demo test lint pytest sweep format lock docs bench clean
 .DELETE_ON_ERROR:
 
 PYTHON := .venv/bin/python
@@ -31,6 +31,10 @@ pytest: .venv/synced ## Tests only
 	@echo "test: Python 3.12 environment for the rehearsals"
 	@VENV=$(SHARED_VENV) ./template/setup.sh
 	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+sweep: .venv/synced ## The long proofs: every model in small, every slice and capacity through gcloud
+	@VENV=$(SHARED_VENV) ./template/setup.sh
+	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -m sweep $(PYTEST_ARGS)
 
 format: .venv/synced ## Format the Python code and mend what the linter can
 	@.venv/bin/ruff check --quiet --fix .

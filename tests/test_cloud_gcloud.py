@@ -107,7 +107,7 @@ def test_gcloud_accepts_every_line_of_every_variant() -> None:
 
 
 @needs_gcloud
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_gcloud_accepts_every_line_of_every_slice_and_capacity() -> None:
     lines = []
     for generation, topology in all_topologies():

@@ -426,7 +426,7 @@ def test_the_kubernetes_api_knows_every_field(name: str) -> None:
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_webhooks_rule_holds_for_every_slice() -> None:
     for generation, topology in all_topologies():
         test_spec = raycluster(render(generation=generation, topology=topology))["spec"]
