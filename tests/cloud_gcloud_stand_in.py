@@ -28,7 +28,8 @@ class Project:
         self.path.write_text(json.dumps(self.data, indent=1))
 
     def kind(self, name: str) -> dict[str, str]:
-        return self.data.setdefault("resources", {}).setdefault(name, {})
+        resources: dict[str, dict[str, str]] = self.data.setdefault("resources", {})
+        return resources.setdefault(name, {})
 
 
 def flags_of(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -90,7 +91,7 @@ def answer(project: Project, verb: str, kind: str, name: str, flags: dict[str, s
     if kind == "buckets" and verb == "describe":
         return project.kind("buckets")[name]
     if kind == "clusters" and verb == "describe":
-        return project.data.get("cluster_state", f"True,True,{flags['project']}.svc.id.goog")
+        return str(project.data.get("cluster_state", f"True,True,{flags['project']}.svc.id.goog"))
     if kind == "operations":
         return "operation-1"
     match = re.search(r"(?:name|email)(?:=|~/repositories/|~\^)([^\s$]+)", wanted)

@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import ROOT, Render
 
 TIMEOUT_SECONDS = 1500
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "multi-host": {},
     "single-host": {"generation": "v5e", "topology": "2x2", "model": "qwen3-0.6b"},
     "multi-slice": {"generation": "v5p", "topology": "2x2x2", "num_slices": 2, "model": "gemma3-4b"},

@@ -47,7 +47,10 @@ def commands() -> list[tuple[str, list[str]]]:
         ("ruff format", ["ruff", "format", "--quiet", "--check", "."]),
         ("mypy", ["mypy"]),
         # On its own, because the template has packages of the same names (tests) and runs on another Python.
-        ("mypy template", ["mypy", "--python-version", "3.12", "bench/job.py", *of_the_run]),
+        (
+            "mypy template",
+            ["mypy", "--python-version", "3.12", "bench/job.py", "tests/small_models_program.py", *of_the_run],
+        ),
         ("yamllint", ["yamllint", "--strict", "."]),
         ("shellcheck", ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", *shell_scripts]),
         ("hadolint", ["hadolint", "template/Dockerfile"]),

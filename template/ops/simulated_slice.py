@@ -69,7 +69,7 @@ class SimulatedSlices:
     @property
     def address(self) -> str:
         """Where a driver connects: RAY_ADDRESS."""
-        return self._cluster.address
+        return str(self._cluster.address)
 
     def _add_node(self, **arguments: Any) -> None:
         """Start one node, again if Ray finds it too slow."""
