@@ -30,7 +30,8 @@ lint: .venv/synced ## Linters and type checker only
 pytest: .venv/synced ## Tests only
 	@echo "test: Python 3.12 environment for the rehearsals"
 	@VENV=$(SHARED_VENV) ./template/setup.sh
-	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@# A file at a time for each of two workers, the rehearsals first: they take longest, and never two of them at once.
+	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/test_rehearsal.py tests
 
 sweep: .venv/synced ## The long proofs: every model in small, every slice and capacity through gcloud
 	@VENV=$(SHARED_VENV) ./template/setup.sh

@@ -1,7 +1,7 @@
 """Real rehearsals of generated repositories, and the rules by which they are scaled down.
 
 The rehearsals run the real Ray, JaxTrainer, MaxText and Orbax on simulated hosts; each wants both cores for minutes, so
-they share one pytest-xdist group.
+they share this file, which pytest-xdist gives to one worker (`--dist loadfile`).
 """
 
 import itertools
@@ -61,7 +61,6 @@ def started_here(folder: Path) -> list[str]:
 
 
 @pytest.mark.rehearsal
-@pytest.mark.xdist_group("heavy")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_job_trains_checkpoints_and_resumes(kind: str, render: Render, run_python: Path) -> None:
     folder = render(**KINDS[kind])
@@ -79,7 +78,6 @@ def test_every_kind_of_job_trains_checkpoints_and_resumes(kind: str, render: Ren
 
 
 @pytest.mark.rehearsal
-@pytest.mark.xdist_group("heavy")
 def test_a_killed_worker_costs_only_the_steps_since_its_last_checkpoint(render: Render, run_python: Path) -> None:
     folder = render(generation="v5p", topology="2x2x2", model="qwen3-0.6b")
     code, printed, report = rehearse(folder, run_python, "--lose-worker")
@@ -114,7 +112,6 @@ def another_ray(run_python: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.rehearsal
-@pytest.mark.xdist_group("heavy")
 def test_an_interrupted_rehearsal_leaves_nothing_behind_and_another_ray_alone(
     render: Render, run_python: Path, another_ray: "subprocess.Popen[str]"
 ) -> None:
@@ -167,7 +164,6 @@ with SimulatedSlices(run) as slices:
 
 
 @pytest.mark.rehearsal
-@pytest.mark.xdist_group("heavy")
 def test_the_exit_code_tells_of_data_that_ran_out_and_of_missing_devices(render: Render, run_python: Path) -> None:
     printed = call(render(generation="v5e", topology="2x2", model="qwen3-0.6b"), run_python, TRUTH)
     data, devices = printed.split("\ndevices ", 1)

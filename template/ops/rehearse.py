@@ -37,8 +37,8 @@ FIRST_STEPS = 8
 CHECKPOINT_PERIOD = 4
 MORE_STEPS = 4
 # Measured on 2 cores with maxtext 0.2.5: what a Ray worker with a small model takes, and Ray's own processes.
-GIB_PER_HOST = 1.2
-GIB_FOR_RAY = 1.5
+GIB_PER_HOST = 1.4
+GIB_FOR_RAY = 1.8
 # Ray Train says so every second where there is no dashboard, as here; on the cluster there is one.
 NO_DASHBOARD = "State API may be temporarily unavailable"
 SILENCE_SECONDS = 300  # a start that logs nothing for so long has hung
@@ -354,6 +354,7 @@ def rehearse(lose_worker: bool) -> bool:
     driver = environment | {
         "RUN_ENV": str(FOLDER / "run.env"),
         "RAY_STORAGE_PATH": str(FOLDER / "ray"),
+        "HOST_WAIT_MINUTES": "5",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody preempts a simulated host
     }
     peak = PeakMemory()
@@ -453,8 +454,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make rehearse", description=__doc__)
     parser.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
     arguments = parser.parse_args()
-    # A polite kill cleans up like Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A polite kill cleans up like Ctrl-C, which a shell makes its background jobs ignore.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         return 0 if rehearse(arguments.lose_worker) else 1
     except (RehearsalError, SliceError, run_env.RunEnvError, FileNotFoundError) as error:

@@ -35,6 +35,7 @@ class SimulatedSlices:
 
     def __init__(self, run: RunEnv) -> None:
         self.run = run
+        self._gcs_port = free_port()
         self._seen: set[psutil.Process] = set()
         self._looking = threading.Lock()  # guards _seen
         self._adding = threading.Lock()  # held while a node starts
@@ -71,15 +72,17 @@ class SimulatedSlices:
         """Where a driver connects: RAY_ADDRESS."""
         return str(self._cluster.address)
 
-    def _add_node(self, **arguments: Any) -> None:
+    def _add_node(self, env_vars: dict[str, str], **arguments: Any) -> None:
         """Start one node, again if Ray finds it too slow."""
+        # Said outright: what runs in a node could otherwise take another Ray on this machine for its own.
+        env_vars = env_vars | {"RAY_ADDRESS": f"{self._ip(1)}:{self._gcs_port}"}
         for _ in range(ATTEMPTS):
             with self._adding:
                 if self._stopping.is_set():
                     raise SliceError("the rehearsal is ending")
                 others = set(self.processes())
                 try:
-                    self._cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, **arguments)
+                    self._cluster.add_node(env_vars=env_vars, object_store_memory=OBJECT_STORE_BYTES, **arguments)
                     return
                 except Exception as error:  # Ray raises a bare Exception for a slow node
                     # The trainer, which may have started meanwhile, has a session of its own.
@@ -93,8 +96,10 @@ class SimulatedSlices:
     def start_head(self) -> None:
         """Start Ray's head, which offers no CPU for work, as on the cluster. Raises SliceError."""
         self._add_node(
+            {},
             num_cpus=0,
             node_ip_address=self._ip(1),
+            gcs_server_port=self._gcs_port,
             include_dashboard=False,
             no_monitor=True,
             dashboard_agent_listen_port=free_port(),
@@ -119,7 +124,7 @@ class SimulatedSlices:
                 os.environ.update(pod)
                 try:
                     self._add_node(
-                        env_vars=pod | worker_environment,
+                        pod | worker_environment,
                         wait=False,
                         num_cpus=1,  # the share that Ray's slice reservation asks of each host
                         resources={"TPU": self.run.chips_per_host},
