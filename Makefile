@@ -30,8 +30,8 @@ lint: .venv/synced ## Linters and type checker only
 pytest: .venv/synced ## Tests only
 	@echo "test: Python 3.12 environment for the rehearsals"
 	@VENV=$(SHARED_VENV) ./template/setup.sh
-	@# A file at a time for each of two workers, the rehearsals first: they take longest, and never two of them at once.
-	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) tests/test_rehearsal.py tests
+	@# A file at a time for each of two workers, so that never two rehearsals run at once.
+	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 sweep: .venv/synced ## The long proofs: every model in small, every slice and capacity through gcloud
 	@VENV=$(SHARED_VENV) ./template/setup.sh

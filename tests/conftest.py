@@ -39,6 +39,11 @@ def _isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Rehearsals first: one worker is busy with them for as long as the other takes for all the rest."""
+    items.sort(key=lambda item: item.get_closest_marker("rehearsal") is None)
+
+
 def git(folder: Path, *arguments: str) -> str:
     """Run git in a folder and return what it prints."""
     return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
