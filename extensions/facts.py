@@ -127,6 +127,17 @@ def price(generation: str, capacity: str) -> tuple[str, str]:
     return "", ""
 
 
+def quotas(generation: str, capacity: str) -> list[str]:
+    """Compute Engine's quotas of chips in a region of which one must have room, as id or id:TPU family.
+
+    "unknown" stands for one whose id no source names. A reservation was counted when it was made, so there is none.
+    Flex-start takes from the spot quota first, otherwise from the ordinary one (Google: provisioning models).
+    """
+    record = GENERATIONS[generation]
+    ordinary, spot = record["quota"] or "unknown", record["spot_quota"] or "unknown"
+    return {"on-demand": [ordinary], "spot": [spot], "flex-start": [spot, ordinary], "reservation": []}[capacity]
+
+
 class Plan(NamedTuple):
     """Batch, sequence and MaxText settings for one model on one slice."""
 

@@ -167,6 +167,7 @@ class Questionnaire(ContextHook):
             model_choices=model_choices,
             placeholder=rules.PLACEHOLDERS.__getitem__,
             price_of=facts.price,
+            quotas_of=facts.quotas,
             problem=problem,
             region_of=facts.region_of,
             required=required,

@@ -52,6 +52,7 @@ def resource(words: list[str], flags: dict[str, str]) -> tuple[str, str]:
         "artifacts repositories": "repositories",
         "artifacts docker images": "images",
         "compute resource-policies": "policies",
+        "beta quotas": "quotas",
         "storage buckets": "buckets",
         "builds submit": "images",
         "services": "services",
@@ -92,6 +93,10 @@ def answer(project: Project, verb: str, kind: str, name: str, flags: dict[str, s
         return project.kind("buckets")[name]
     if kind == "clusters" and verb == "describe":
         return str(project.data.get("cluster_state", f"True,True,{flags['project']}.svc.id.goog"))
+    if kind == "quotas":
+        if "quotas" not in project.data:
+            raise SystemExit("stand-in: no permission to see quotas")
+        return "\n".join(project.data["quotas"])
     if kind == "operations":
         return "operation-1"
     match = re.search(r"(?:name|email)(?:=|~/repositories/|~\^)([^\s$]+)", wanted)

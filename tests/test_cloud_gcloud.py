@@ -128,6 +128,7 @@ def test_gcloud_accepts_every_question_that_the_scripts_ask(tmp_path: Path) -> N
     for name in ("tpu7x-multi-host", "v6e-autopilot-spot"):
         (tmp_path / name).mkdir()
         cloud = StandIn(variant(name), tmp_path / name)
+        cloud.edit(quotas=[])
         for _ in range(2):
             assert cloud.run("all").returncode == 0
             assert cloud.run("image").returncode == 0
@@ -156,12 +157,16 @@ def matches(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
 @needs_gcloud
 def test_every_filter_finds_its_own_resource_and_no_other(tmp_path: Path) -> None:
     cloud = StandIn(variant("tpu7x-multi-host"), tmp_path)
+    cloud.edit(quotas=[])
     for script in ("all", "image"):
         assert cloud.run(script).returncode == 0
+    (tmp_path / "both").mkdir()
+    both = StandIn(render(capacity="flex-start"), tmp_path / "both")
+    both.edit(quotas=[])
+    assert both.run("quota").returncode == 0
     assert cloud.run("destroy", CONFIRM="my-tpu-run").returncode == 0
-    filters = {
-        flag[len("--filter=") :] for call in cloud.data["asked"] for flag in call if flag.startswith("--filter=")
-    }
+    asked = cloud.data["asked"] + both.data["asked"]
+    filters = {flag[len("--filter=") :] for call in asked for flag in call if flag.startswith("--filter=")}
     assert filters
 
     def example(expression: str, suffix: str) -> dict[str, Any]:
@@ -184,6 +189,31 @@ def test_every_filter_finds_its_own_resource_and_no_other(tmp_path: Path) -> Non
     order = sorted(filters)
     assert matches([(expression, example(expression, "")) for expression in order]) == [True] * len(order)
     assert matches([(expression, example(expression, "-2")) for expression in order]) == [False] * len(order)
+
+
+@needs_gcloud
+def test_the_quotas_are_printed_as_the_script_reads_them(tmp_path: Path) -> None:
+    cloud = StandIn(variant("default"), tmp_path)
+    cloud.edit(quotas=[])
+    cloud.run("quota")
+    (asked,) = cloud.data["asked"]
+    flags = flags_of(shlex.join(asked))
+    assert flags["--flatten"] == "dimensionsInfos[]"
+    quota = "TPUS-PER-TPU-FAMILY-per-project-region"
+    infos: list[dict[str, Any]] = [
+        {"dimensions": {"region": "us-east5", "tpu_family": "CT6E"}, "details": {"value": "16"}},
+        {"dimensions": {"region": "us-east5", "tpu_family": "CT3"}, "details": {}},
+        {"details": {"value": "-1"}},
+    ]
+    root, python = sdk()
+    printed = subprocess.run(
+        [python, str(TEMPLATE / "tests/cloud_gcloud_format.py"), root, "dimensionsInfos", flags["--format"]],
+        input=json.dumps([{"quotaId": quota, "dimensionsInfos": infos}]),
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    assert printed == [f"{quota},us-east5,CT6E,16", f"{quota},us-east5,CT3,", f"{quota},,,-1"]
 
 
 @needs_gcloud

@@ -82,7 +82,20 @@ def test_a_question_that_cannot_be_asked_stops_the_step_before_it_makes_anything
 
 @pytest.mark.parametrize(
     "script",
-    ["all", "apis", "roles", "accounts", "registry", "bucket", "cluster", "node-pools", "access", "image", "destroy"],
+    [
+        "all",
+        "apis",
+        "roles",
+        "quota",
+        "accounts",
+        "registry",
+        "bucket",
+        "cluster",
+        "node-pools",
+        "access",
+        "image",
+        "destroy",
+    ],
 )
 def test_every_step_refuses_placeholders_by_name_and_calls_nothing(script: str, tmp_path: Path) -> None:
     cloud = StandIn(variant("placeholders"), tmp_path)
@@ -115,6 +128,70 @@ def test_missing_roles_are_listed_with_the_command_that_grants_them(cloud: Stand
 def test_an_owner_lacks_no_role(cloud: StandIn) -> None:
     cloud.edit(resources={"grants": {"project roles/owner user:me@example.com": ""}})
     assert "missing" not in cloud.run("roles").stdout
+
+
+FAMILY = "TPUS-PER-TPU-FAMILY-per-project-region"
+SPOT = "PREEMPTIBLE-TPU-V6E-per-project-region"
+
+
+@pytest.mark.parametrize(
+    ("answers", "quotas", "status", "said"),
+    [
+        ({}, [f"{FAMILY},us-east5,CT6E,16"], 0, f"there: {FAMILY}:CT6E allows 16 chips in us-east5"),
+        ({}, [f"{FAMILY},us-east5,CT6E,-1"], 0, "any number of chips"),
+        ({}, [f"{FAMILY},us-east5,CT6E,8"], 1, f"needs 16 chips in us-east5, and {FAMILY}:CT6E allows 8."),
+        # No number is a zero.
+        ({}, [f"{FAMILY},us-east5,CT6E,"], 1, "allows 0."),
+        # Other regions, other families and defaults say nothing about this one.
+        ({}, [f"{FAMILY},us-east1,CT6E,8", f"{FAMILY},us-east5,CT3,8", f"{FAMILY},,,0"], 0, "no value for us-east5"),
+        ({}, [], 0, "no value for us-east5"),
+        ({"num_slices": "2"}, [f"{FAMILY},us-east5,CT6E,16"], 1, "2 x v6e 4x4 with capacity on-demand needs 32"),
+        ({"capacity": "spot"}, [f"{FAMILY},us-east5,CT6E,64", f"{SPOT},us-east5,,8"], 1, f"{SPOT} allows 8."),
+        # Flex-start may take from either.
+        ({"capacity": "flex-start"}, [f"{FAMILY},us-east5,CT6E,16", f"{SPOT},us-east5,,8"], 0, "there"),
+        ({"capacity": "flex-start"}, [f"{SPOT},us-east5,,16"], 0, "there"),
+        ({"capacity": "flex-start"}, [f"{FAMILY},us-east5,CT6E,8", f"{SPOT},us-east5,,0"], 1, "allows 0, "),
+        ({"capacity": "flex-start"}, [f"{SPOT},us-east5,,0"], 0, "no value for us-east5"),
+        ({"generation": "tpu7x"}, [f"{FAMILY},us-central1,TPU7X,4"], 1, f"{FAMILY}:tpu7x allows 4"),
+        ({"generation": "tpu7x", "capacity": "spot"}, [], 0, "is not documented"),
+        ({"capacity": "reservation", "reservation": "mine"}, [], 0, "counted when it was made"),
+    ],
+)
+def test_too_small_a_quota_stops_before_anything_is_made(
+    answers: dict[str, str], quotas: list[str], status: int, said: str, tmp_path: Path
+) -> None:
+    cloud = StandIn(render(**answers), tmp_path)
+    cloud.edit(quotas=quotas)
+    done = cloud.run("quota")
+    assert done.returncode == status, done.stdout
+    assert said in done.stdout
+    if status:
+        assert "console.cloud.google.com/iam-admin/quotas?project=acme-tpu" in done.stdout
+        assert cloud.run("quota", CHECK_QUOTA="no").returncode == 0
+        assert cloud.run("all").returncode == status
+        assert [verb(call) for call in cloud.calls()] == ["services enable"]
+
+
+def test_a_quota_that_cannot_be_read_is_said_and_stops_nothing(cloud: StandIn) -> None:
+    done = cloud.run("quota")
+    assert done.returncode == 0
+    assert "quota: not checked" in done.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "reservation" not in name])
+def test_the_plan_names_quota_and_chips(name: str) -> None:
+    repository = variant(name)
+    values = run_env(repository)
+    text = subprocess.run(
+        ["bash", "infra/quota.sh"],
+        cwd=repository,
+        env={"PATH": "/usr/bin:/bin", "PLAN": "yes"},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    chips = int(values["CHIPS_PER_SLICE"]) * int(values["NUM_SLICES"])
+    assert f"needed in {values['REGION']}: room for {chips} chips in {values['QUOTAS'].split(',')[0]}" in text
 
 
 def test_a_pool_that_failed_for_want_of_capacity_is_made_again(cloud: StandIn) -> None:

@@ -3,7 +3,7 @@
 source "$(dirname "$0")/lib.sh"
 refuse_placeholders project_id bucket
 
-for step in apis roles accounts registry bucket cluster node-pools access credentials; do
+for step in apis roles quota accounts registry bucket cluster node-pools access credentials; do
   note ""
   note "== $step"
   "$ROOT/infra/$step.sh"

@@ -6,14 +6,15 @@ refuse_placeholders project_id
 APIS=(
   artifactregistry.googleapis.com # the image
   cloudbuild.googleapis.com       # builds it
+  cloudquotas.googleapis.com      # how many TPU chips the project may use
   cloudresourcemanager.googleapis.com # the project's roles
-  compute.googleapis.com          # nodes, quota, workload policies
+  compute.googleapis.com          # nodes, workload policies
   container.googleapis.com        # GKE
   iam.googleapis.com              # service accounts, Workload Identity
   logging.googleapis.com
   monitoring.googleapis.com
   storage.googleapis.com          # checkpoints and data
-  tpu.googleapis.com              # quota of TPU chips
+  tpu.googleapis.com
 )
 
 missing=("${APIS[@]}")

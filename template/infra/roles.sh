@@ -8,6 +8,7 @@ refuse_placeholders project_id
 # Role, and the step that needs it.
 ROLES="
 roles/serviceusage.serviceUsageAdmin   apis.sh: enable APIs
+roles/cloudquotas.viewer               quota.sh: see how many TPU chips the project may use
 roles/iam.serviceAccountAdmin          accounts.sh: create the nodes' and the builder's service account
 roles/resourcemanager.projectIamAdmin  accounts.sh: let them log
 roles/iam.serviceAccountUser           cluster.sh, image.sh: run nodes and builds as them
