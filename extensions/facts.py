@@ -56,6 +56,13 @@ class Slice(NamedTuple):
     hbm_gib_per_device: float
     peak_tflops_per_device: float
     """bf16, dense."""
+    hbm_gbps_per_device: float
+    ici_link_gbps: float
+    """GB/s that one ICI link of a chip carries one way."""
+    dcn_gbps_per_chip: float
+    """GB/s to other slices; 0 where none is published."""
+    clock_ghz: float
+    """Clock in which the TPU compiler counts cycles."""
     price_per_chip_hour: str
     """USD on demand, indicative; empty when no price is published."""
     price_date: str
@@ -106,6 +113,10 @@ def slice_of(generation: str, topology: str) -> Slice:
         ram_gib_per_host=machine["ram_gib"],
         hbm_gib_per_device=record["hbm_gib_per_device"],
         peak_tflops_per_device=record["peak_tflops_per_chip"] / devices_per_chip,
+        hbm_gbps_per_device=record["hbm_gbps_per_chip"] / devices_per_chip,
+        ici_link_gbps=record["ici_link_gbps"],
+        dcn_gbps_per_chip=record["dcn_gbits_per_chip"] / 8,
+        clock_ghz=record["clock_ghz"],
         price_per_chip_hour=record["price_per_chip_hour"],
         price_date=record["price_date"],
     )

@@ -15,7 +15,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
-from ops import hosts, run_env
+from ops import hosts, libtpu, run_env
 
 ROOT = Path(__file__).resolve().parent
 
@@ -56,6 +56,8 @@ def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
     carried = Path(maxtext.__file__).parent / "assets" / "tokenizers" / str(settings.get("tokenizer_path") or "none")
     if carried.exists():  # the tokenizer is one that the MaxText package carries
         overrides.append(f"tokenizer_path={carried}")
+    if job["kept_step"] and Path(job["kept_step"]).exists():
+        overrides.append(f"compiled_trainstep_file={job['kept_step']}")
 
     from maxtext.trainers.pre_train.train import main
 
@@ -79,14 +81,26 @@ def main() -> int:
         print(f"error: '{wrong[0]}' is no override: give key=value, e.g. steps=200")
         return 2
     run = run_env.load()
-    lines = (ROOT / "config" / "libtpu.flags").read_text().splitlines()
-    flags = [line for line in lines if line and not line.startswith("#")]
+    flags = libtpu.read_flags()
+    # cpu as well: MaxText keeps arrays on the host
+    platforms = os.environ.get("JAX_PLATFORMS", "tpu,cpu")
+    kept_step = ""
+    if "tpu" in platforms and not libtpu.missing():
+        # Here it takes seconds; on the slice a wrong flag ends every host's process.
+        if refused := libtpu.check_flags(flags, run.generation):
+            print(f"error: {refused}")
+            return 1
+        made_of = libtpu.fingerprint(config.read_text(), arguments, flags, run.compile_topology, run.num_slices)
+        kept_step, reason = libtpu.kept_step(made_of)
+        if reason:
+            print(f"note: {reason}", flush=True)
 
     trainer = JaxTrainer(
         train_on_host,
         train_loop_config={
             "config": config.read_text(),
             "overrides": arguments,
+            "kept_step": kept_step,
             "devices_per_host": run.devices_per_host,
             "num_devices": run.num_devices,
         },
@@ -106,8 +120,7 @@ def main() -> int:
             failure_config=FailureConfig(max_failures=run.max_failures),
             worker_runtime_env={
                 "env_vars": {
-                    # cpu as well: MaxText keeps arrays on the host
-                    "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "tpu,cpu"),
+                    "JAX_PLATFORMS": platforms,
                     "LIBTPU_INIT_ARGS": " ".join(flags),
                 }
             },

@@ -54,6 +54,10 @@ class RunEnv:
     reservation: str
     hbm_gib_per_device: float
     peak_tflops_per_device: float
+    hbm_gbps_per_device: float
+    ici_link_gbps: float
+    dcn_gbps_per_chip: float
+    clock_ghz: float
     price_per_chip_hour: str  # USD, on demand, indicative; empty where none is known
     price_date: str
 
