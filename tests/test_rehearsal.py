@@ -24,7 +24,8 @@ from tests.conftest import ROOT, Render
 TIMEOUT_SECONDS = 1500
 KINDS: dict[str, dict[str, Any]] = {
     "multi-host": {},
-    "single-host": {"generation": "v5e", "topology": "2x2", "model": "qwen3-0.6b"},
+    # Multi-head latent attention, and experts after dense layers.
+    "single-host": {"generation": "v5e", "topology": "2x2", "model": "deepseek2-16b"},
     "multi-slice": {"generation": "v5p", "topology": "2x2x2", "num_slices": 2, "model": "gemma3-4b"},
     "moe": {"generation": "tpu7x", "topology": "2x2x2", "model": "qwen3-30b-a3b"},
 }
@@ -260,7 +261,7 @@ def test_the_driver_never_imports_jax_or_maxtext(render: Render, run_python: Pat
     assert loaded == "[]"
 
 
-def test_the_ready_made_text_is_public_domain_english() -> None:
+def test_the_rehearsals_text_is_plain_ascii_and_long_enough() -> None:
     text = (ROOT / "template" / "rehearsal" / "text.txt").read_text(encoding="utf-8")
     assert text.isascii()
     assert len(text.split()) > 1000

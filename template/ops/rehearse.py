@@ -6,14 +6,11 @@ needs a cloud account or a network. What it writes lies in build/rehearsal.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,9 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from ops import run_env, small_model, terminal
+from ops import run_env, small_model, terminal, verdict
+from ops.peak_memory import PeakMemory
+from ops.rehearsed_start import RehearsalError, Start, Trainer, committed_steps
 from ops.run_env import ROOT, RunEnv
-from ops.run_log import Step, completed_step
 from ops.simulated_slice import SimulatedSlices, SliceError
 from ops.terminal import Check
 
@@ -39,13 +37,6 @@ MORE_STEPS = 4
 # Measured on 2 cores with maxtext 0.2.5: what a Ray worker with a small model takes, and Ray's own processes.
 GIB_PER_HOST = 1.4
 GIB_FOR_RAY = 1.8
-# Ray Train says so every second where there is no dashboard, as here; on the cluster there is one.
-NO_DASHBOARD = "State API may be temporarily unavailable"
-SILENCE_SECONDS = 300  # a start that logs nothing for so long has hung
-
-
-class RehearsalError(Exception):
-    """The rehearsal cannot go on; the message says why and what to do."""
 
 
 def scaled(run: RunEnv, cores: int, available_gib: float) -> tuple[RunEnv, list[str]]:
@@ -156,178 +147,6 @@ def worker_environment(run: RunEnv) -> dict[str, str]:
     }
 
 
-@dataclasses.dataclass
-class Start:
-    """One start of train.py and what its log showed."""
-
-    returncode: int
-    steps: list[Step]
-    placed: set[tuple[str, str]]  # (slice name, worker id) of every Ray Train worker
-    mesh_devices: int | None
-    seconds: dict[str, float]  # when things happened first, since the start
-    error: str
-
-
-class Trainer:
-    """Runs train.py against the simulated slices, follows its log, and never leaves it running."""
-
-    def __init__(
-        self, slices: SimulatedSlices, settings: list[str], environment: dict[str, str], progress: terminal.Progress
-    ) -> None:
-        self.slices = slices
-        self.settings = settings
-        self.environment = environment
-        self.progress = progress
-        self.aborted = threading.Event()  # set it to end a start early
-
-    def start(self, phase: str, steps: int, log: Path, lose_worker_at: int | None = None) -> Start:
-        """Run train.py for `steps` steps; with `lose_worker_at` kill one worker once that step is complete.
-
-        Raises RehearsalError when it is silent for SILENCE_SECONDS.
-        """
-        began = time.monotonic()
-        result = Start(1, [], set(), None, {}, "")
-        with (
-            log.open("w", encoding="utf-8") as sink,
-            subprocess.Popen(
-                [sys.executable, "-u", "train.py", *self.settings, f"steps={steps}"],
-                cwd=ROOT,
-                env=self.environment | {"RAY_ADDRESS": self.slices.address},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C reaches the rehearsal, which then ends the trainer
-            ) as process,
-        ):
-            heard = [time.monotonic()]
-            hung = threading.Event()
-
-            def guard() -> None:
-                while process.poll() is None:
-                    if time.monotonic() - heard[0] > SILENCE_SECONDS:
-                        hung.set()
-                    if hung.is_set() or self.aborted.is_set():
-                        process.kill()
-                        return
-                    time.sleep(0.5)
-
-            threading.Thread(target=guard, daemon=True).start()
-            self.progress.update(phase, "starting the trainer")
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if NO_DASHBOARD in line:
-                        continue
-                    heard[0] = time.monotonic()
-                    sink.write(line)
-                    sink.flush()
-                    self._read(line, result, time.monotonic() - began, phase)
-                    if lose_worker_at is not None and result.steps and result.steps[-1].step >= lose_worker_at:
-                        self._lose_worker()
-                        lose_worker_at = None
-                result.returncode = process.wait()
-            finally:
-                process.kill()
-        if hung.is_set():
-            raise RehearsalError(f"train.py logged nothing for {SILENCE_SECONDS} s and was ended: see {log}")
-        result.seconds["end"] = time.monotonic() - began
-        return result
-
-    def _read(self, line: str, result: Start, now: float, phase: str) -> None:
-        if step := completed_step(line):
-            result.seconds.setdefault("first step", now)
-            result.steps.append(step)
-            self.progress.update(
-                phase, f"step {step.step}  loss {step.loss:.3f}  {step.tokens_per_device:.0f} tokens/s/device"
-            )
-        elif found := re.search(r"host \d+: (\S+), TPU_WORKER_ID (\S+)", line):
-            result.seconds.setdefault("worker", now)
-            result.placed.add((found[1], found[2]))
-            self.progress.update(phase, "importing MaxText on every host")
-        elif found := re.search(r"Num_devices: (\d+), shape", line):
-            result.seconds.setdefault("mesh", now)
-            result.mesh_devices = int(found[1])
-            self.progress.update(phase, "compiling the step")
-        elif "error: " in line or re.match(r"\S*(Error|Exception)\b", line.split("ip=")[-1].partition(") ")[2] or line):
-            result.error = line.strip()
-
-    def _lose_worker(self) -> None:
-        """Kill one Ray Train worker outright, as a lost host would end it."""
-        workers = [process for process in self.slices.processes() if "RayTrainWorker" in process_name(process)]
-        if not workers:
-            raise RehearsalError("found no Ray Train worker to lose: please report this with build/rehearsal")
-        workers[-1].kill()
-
-
-def process_name(process: psutil.Process) -> str:
-    """Return what `ps` shows for `process`, empty when it has just ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def committed_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete Orbax checkpoints in `folder`, ascending."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        int(entry.name)
-        for entry in folder.iterdir()
-        if entry.name.isdecimal() and (entry / "_CHECKPOINT_METADATA").is_file()
-    )
-
-
-def checks(run: RunEnv, first: Start, second: Start | None, saved: list[int], total: int) -> list[Check]:
-    """Return the points of the verdict. `saved` are the steps committed when the first start ended or was broken."""
-    last = second or first
-    losses = [step.loss for step in first.steps]
-    finite = bool(losses) and all(map(math.isfinite, losses))
-    resumed = resumed_at(first, second)
-    expected = saved[-1] + 1 if saved else None
-    return [
-        Check(
-            "hosts placed one to one",
-            len(first.placed) == run.num_hosts,
-            f"{len(first.placed)} of {run.num_hosts} hosts have a worker of their own ({run.slice_text})",
-        ),
-        Check(
-            "devices and mesh as promised",
-            first.mesh_devices == run.num_devices,
-            f"mesh over {first.mesh_devices} of {run.num_devices} devices",
-        ),
-        Check(
-            "loss finite and falling",
-            finite and losses[-1] < losses[0],
-            f"{losses[0]:.3f} at step {first.steps[0].step}, {losses[-1]:.3f} at step {first.steps[-1].step}"
-            if losses
-            else "no step",
-        ),
-        Check("checkpoint committed", bool(saved) and saved[-1] > 0, f"steps {', '.join(map(str, saved)) or 'none'}"),
-        Check(
-            "resumed at the right step",
-            resumed is not None and resumed == expected,
-            f"went on with step {resumed} after checkpoint {saved[-1] if saved else 'none'}",
-        ),
-        Check(
-            "ended well",
-            last.returncode == 0 and bool(last.steps) and last.steps[-1].step == total - 1,
-            f"exit code {last.returncode} after step {last.steps[-1].step if last.steps else 'none'} of {total}",
-        ),
-    ]
-
-
-def resumed_at(first: Start, second: Start | None) -> int | None:
-    """Return the first step after the restart: of the second start, or inside the first where the numbers jump back."""
-    if second is not None:
-        return second.steps[0].step if second.steps else None
-    for before, after in itertools.pairwise(first.steps):
-        if after.step <= before.step:
-            return after.step
-    return None
-
-
 def rehearse(lose_worker: bool) -> bool:
     """Rehearse once and print the verdict. Return whether every point holds. Raises RehearsalError."""
     began = time.monotonic()
@@ -344,7 +163,8 @@ def rehearse(lose_worker: bool) -> bool:
     checkpoints = FOLDER / "output" / run.run_name / "checkpoints"
 
     terminal.console.print(
-        f"Rehearsing {promised.model} on {promised.slice_text}: {run.num_hosts} simulated hosts, "
+        f"Rehearsing {promised.model} on {promised.slice_text}: {run.num_hosts} simulated "
+        f"{'host' if run.num_hosts == 1 else 'hosts'}, "
         f"{run.num_devices} devices. Logs: {FOLDER.relative_to(ROOT)}"
     )
     for text in notices + more_notices:
@@ -373,7 +193,7 @@ def rehearse(lose_worker: bool) -> bool:
                 trainer.aborted.set()
 
         # A copy: while a host starts, this process's own environment is that host's.
-        trainer = Trainer(slices, settings, dict(os.environ) | driver, progress)
+        trainer = Trainer(slices, settings, dict(os.environ) | driver, checkpoints, progress)
         threading.Thread(target=start_hosts, daemon=True).start()
         try:
             if lose_worker:
@@ -381,8 +201,7 @@ def rehearse(lose_worker: bool) -> bool:
                     "train, lose a worker", total, FOLDER / "train-1.log", lose_worker_at=CHECKPOINT_PERIOD + 1
                 )
                 second = None
-                # The newest checkpoint that the worker's end left behind.
-                saved = [step for step in range(0, total, CHECKPOINT_PERIOD) if step <= CHECKPOINT_PERIOD]
+                saved = first.saved
             else:
                 first = trainer.start("first start", FIRST_STEPS, FOLDER / "train-1.log")
                 saved = committed_steps(checkpoints)
@@ -394,7 +213,7 @@ def rehearse(lose_worker: bool) -> bool:
                 slices.keep_logs(FOLDER / "ray-logs")
         if failures:
             raise failures[0]
-        points = checks(run, first, second, saved, total)
+        points = verdict.checks(run, first, second, saved, total)
         if not all(point.passed for point in points):
             slices.keep_logs(FOLDER / "ray-logs")
         peak.stop()
@@ -404,35 +223,6 @@ def rehearse(lose_worker: bool) -> bool:
             terminal.error(f"{start.error} (all of it: {FOLDER.relative_to(ROOT) / log})")
     write_report(began, first, second, peak, points)
     return passed
-
-
-class PeakMemory:
-    """The most memory that the rehearsal's processes held together, sampled every 5 seconds."""
-
-    def __init__(self) -> None:
-        self.gib = 0.0
-        self._done = threading.Event()
-
-    def follow(self, slices: SimulatedSlices) -> None:
-        """Start sampling in the background."""
-
-        def sample() -> None:
-            while not self._done.wait(5):
-                total = psutil.Process().memory_info().rss
-                for process in slices.processes():
-                    try:
-                        memory = process.memory_full_info()
-                    except psutil.Error:
-                        continue
-                    # Shared pages count once where the system can tell.
-                    total += getattr(memory, "pss", memory.rss)
-                self.gib = max(self.gib, total / 2**30)
-
-        threading.Thread(target=sample, daemon=True).start()
-
-    def stop(self) -> None:
-        """End the sampling."""
-        self._done.set()
 
 
 def write_report(began: float, first: Start, second: Start | None, peak: PeakMemory, points: list[Check]) -> None:
