@@ -53,7 +53,12 @@ class SimulatedSlices:
             "RAY_DEDUP_LOGS": "0",
             "RAY_worker_niceness": "0",  # workers are what this machine is for just now
             "RAY_prestart_worker_first_driver": "0",  # no idle workers on a machine this small
+            # Ray shows the lines of libtpu's logs as its own: those of a compile beside it would come up here.
+            "TPU_LOG_DIR": str(self.folder / "tpu_logs"),
+            # glibc otherwise keeps up to 8 heaps a core in each of some 25 processes.
+            "MALLOC_ARENA_MAX": "2",
         }
+        (self.folder / "tpu_logs").mkdir()
         os.environ.update(self.environment)
         # Ray reads its environment when it is imported.
         from ray.cluster_utils import Cluster
