@@ -116,7 +116,7 @@ def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]
         "hardware": "cpu",
         "skip_jax_distributed_system": True,  # Ray Train has started it
         "base_output_directory": FOLDER / "output",
-        # Outlives a rehearsal: the next one compiles less. Not with several hosts: on CPUs only the first one would find
+        # Outlives a rehearsal: the next one compiles less. Not with several hosts: on CPUs only the first would find
         # its programs there, and then wait for the others in a first collective that gives up after 30 s.
         "jax_cache_dir": FOLDER.parent / "jax-cache" if run.num_hosts == 1 else "",
         "dataset_type": "grain",
