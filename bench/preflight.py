@@ -1,4 +1,4 @@
-"""Wall time and memory of preflight, against MaxText's bare train_compile of the same step; then from preflight's cache.
+"""Wall time and memory of preflight, against MaxText's bare train_compile of the same step; and from the cache.
 
 The step is that of the default answers with two layers: the same mesh, flags and kernels, compiled in a minute or two.
 """

@@ -86,11 +86,28 @@ def test_collectives_have_kind_synchrony_group_and_axes(recorded: dict[str, Any]
     assert not any(one["dcn"] for one in recorded["collectives"])
 
 
-def test_the_same_step_over_two_slices_has_collectives_over_dcn(recorded: dict[str, Any]) -> None:
-    text = gzip.decompress(RECORDED.read_bytes()).decode()
-    split = [(number // 8, (number % 8 // 4, number % 4), 0) for number in range(16)]
-    crossing = [one for one in analyze(text, split)["collectives"] if one["dcn"]]
-    assert {one["group"] for one in crossing if one["kind"] == "all-reduce"} >= {16}
+def test_what_goes_to_another_slice_counts_as_dcn() -> None:
+    # The gradient of one 4096 x 4096 matrix on two slices of v6e 2x2: a quarter of it is each device's to exchange.
+    text = (RECORDED.parent / "gradient-2-slices-v6e-4.hlo").read_text()
+    places = [(slice, (number % 2, number // 2), 0) for slice in range(2) for number in range(4)]
+    (over_dcn,) = [one for one in analyze(text, places)["collectives"] if one["dcn"]]
+    assert (over_dcn["kind"], over_dcn["group"], over_dcn["count"]) == ("all-reduce", 2, 1)
+    assert over_dcn["bytes"] == 4096 * 4096 * 2 / 4
+    inside = {(one["kind"], one["group"], one["axes"]) for one in analyze(text, places)["collectives"]}
+    assert ("all-gather", 4, 2) in inside
+
+
+def test_collectives_on_the_sparsecores_do_not_make_the_tensorcore_wait() -> None:
+    # Four layers of one 4096 x 4096 matrix over v6e 2x2, each gathered twice and its gradient scattered.
+    text = (RECORDED.parent / "layers-on-sparsecore-v6e-4.hlo").read_text()
+    totals = analyze(text, [(0, (number % 2, number // 2), 0) for number in range(4)])
+    runs: dict[tuple[str, str], float] = {}
+    for one in totals["collectives"]:
+        runs[one["kind"], one["mode"]] = runs.get((one["kind"], one["mode"]), 0) + one["bytes"] * one["count"]
+    matrix = 4096 * 4096 * 2
+    assert runs.pop(("reduce-scatter", "sparsecore")) == 4 * matrix * 3 / 4
+    assert runs.pop(("all-gather", "sparsecore")) == 8 * matrix * 3 / 4
+    assert sum(runs.values()) < 1000  # the loss
 
 
 LOOP = """HloModule loop, num_partitions=8

@@ -32,14 +32,7 @@ _FREE = {
     "after-all",
     "add-dependency",
     "opt-barrier",
-    "copy-done",
-    "slice-done",
-    "async-done",
-    "async-update",
-    "send-done",
-    "recv-done",
     "recv",
-    *(f"{kind}-done" for kind in _COLLECTIVES),
 }
 _CALLED_ATTRIBUTE = re.compile(r"(calls|body|condition|to_apply)=%?([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]\d?\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
@@ -151,7 +144,7 @@ class Collective:
     """Physical ICI axes that a group spans, a wrapped one counted twice; 0 where it stays on one chip or the devices
     are not known."""
     dcn: bool
-    """Whether a group reaches over several slices."""
+    """Whether it goes to other slices; `group` then counts slices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +261,7 @@ def analyze(text: str, places: list[Place] | None = None, wrap: tuple[bool, ...]
     """Return what one device does in one step of the optimized HLO module `text`.
 
     `places` are the devices in the order of the module's partitions; `wrap` says which physical axes are rings. Without
-    places, collectives carry no axes, and none counts as DCN.
+    places, collectives carry no axes.
     """
     computations, entry, partitions = parse(text)
     return _Walk(computations, partitions, places, wrap).run(entry)
@@ -292,9 +285,13 @@ class _Walk:
     ) -> None:
         self.computations = computations
         self.partitions = partitions
-        self.places = places if places and len(places) == partitions else None
+        self.slices = len({place.slice for place in places or []}) or 1
+        # Of several slices, each runs a module of its own, in which only its own devices are partitions.
+        own = [place for place in places or [] if place.slice == places[0].slice] if places else []
+        self.places = own if len(own) == partitions else None
         self.wrap = wrap
         self.totals = Totals()
+        self.mode = "sync"  # how what is walked at this moment runs: see Collective.mode
         self._flops: dict[str, float] = {}
         self._groups: dict[str, list[list[int]]] = {}
 
@@ -314,9 +311,9 @@ class _Walk:
                 self._computation(_Scope(self.computations[one.called["to_apply"]], scope, one), times)
             elif one.opcode == "conditional":
                 self._conditional(scope, one, times)
-            elif one.opcode == "async-start":
-                self._async(scope, one, times)
-            elif one.opcode not in _FREE:
+            elif one.opcode in ("call-start", "async-start", "fusion-start"):
+                self._asynchronous(scope, one, times)
+            elif one.opcode not in _FREE and not one.opcode.endswith(("-done", "-update")):
                 self._simple(scope.computation, one, times)
 
     def _conditional(self, scope: _Scope, one: Instruction, times: float) -> None:
@@ -338,30 +335,18 @@ class _Walk:
             setattr(outer, field.name, max(before, more) if field.name.startswith("best") else before + more)
         self.totals = outer
 
-    def _async(self, scope: _Scope, one: Instruction, times: float) -> None:
-        """Count an operation that another thread or a DMA does beside the TensorCore."""
-        named = re.search(r"calls=%?([\w.\-]+)", one.attributes)
-        if not named:
-            return
-        inner = self.computations[named[1]]
-        marked = re.search(r'async_execution_thread="(\w+)"', one.attributes)
-        thread = inner.thread or (marked[1] if marked else "")
-        mode = "sparsecore" if thread == "sparsecore" else "async"
-        for part in inner.instructions.values():
-            kind = part.opcode.removesuffix("-start")
-            if kind in _COLLECTIVES:
-                self._collective(inner, part, kind, times, mode)
-            elif part.opcode == "fusion" and (found := self._collective_inside(part)):
-                self._collective(*found, times, mode)
-            elif part.opcode not in _FREE and "calls" in part.called:
-                self.totals.matmul_flops += times * self._flops_of(part.called["calls"])
-        self._memory(scope.computation, one, times)
+    def _asynchronous(self, scope: _Scope, one: Instruction, times: float) -> None:
+        """Count what another thread does beside the TensorCore, as libtpu has the SparseCores do collectives."""
+        inner = self.computations[one.called.get("calls") or one.called["to_apply"]]
+        before, self.mode = self.mode, inner.thread or "async"
+        self._computation(_Scope(inner, scope, one), times)
+        self.mode = before
 
     def _simple(self, computation: Computation, one: Instruction, times: float) -> None:
         totals = self.totals
         kind = one.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
-            self._collective(computation, one, kind, times, "async" if one.opcode.endswith("-start") else "sync")
+            self._collective(computation, one, kind, times, "async" if one.opcode.endswith("-start") else self.mode)
             self._memory(computation, one, times)
             return
         if one.opcode == "send":
@@ -370,14 +355,14 @@ class _Walk:
         flops = 0.0
         if one.opcode == "fusion":
             if found := self._collective_inside(one):
-                self._collective(*found, times, "sync")
+                self._collective(*found, times, self.mode)
             flops = self._flops_of(one.called["calls"])
         elif one.opcode in ("convolution", "dot"):
             flops = _matmul_flops(computation, one)
         elif one.opcode == "custom-call":
             self._kernel(computation, one, times)
         totals.matmul_flops += times * flops
-        if one.opcode != "custom-call":
+        if one.opcode != "custom-call" and self.mode == "sync":
             totals.cycles += times * one.estimated_cycles
         if one.estimated_cycles and flops:
             totals.best_flops_per_cycle = max(totals.best_flops_per_cycle, flops / one.estimated_cycles)
@@ -449,7 +434,7 @@ class _Walk:
                 self._moved(array.memory, times * size)
         if writes is None:
             results = one.arrays
-            if one.opcode == "async-start" or one.opcode.endswith("-start"):
+            if one.opcode.endswith("-start"):  # its type repeats the operands before the results
                 results = _arrays(one.type)[len(_operand_arrays(computation, one)) :]
             for array in results:
                 self._moved(array.memory, times * array.bytes)
@@ -537,21 +522,16 @@ class _Walk:
             members = len(groups[0]) if groups else self.partitions
         if members < 2 or not size:
             return
-        share = (members - 1) / members
-        sent = {
-            "all-gather": size * (members - 1),
-            "all-reduce": 2 * size * share,
-            "reduce-scatter": size * share,
-            "all-to-all": size * share,
-            "ragged-all-to-all": size * share,
-        }.get(kind, size)
-        axes, dcn = self._span(groups)
-        self.totals.collectives.append(Collective(kind, mode, sent, members, times, axes, dcn))
+        sent = _sent(kind, size, members)
+        self.totals.collectives.append(Collective(kind, mode, sent, members, times, self._span(groups), False))
 
     def _send(self, computation: Computation, one: Instruction, times: float) -> None:
         """Count a transfer to another slice: libtpu sends these over the data center network, through the host."""
         size = computation.instructions[one.operands[0]].arrays[0].bytes if one.operands else 0.0
-        self.totals.collectives.append(Collective("send", "async", size, 2, times, 0, True))
+        named = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
+        kind = named[1].lower().replace("_", "-") if named else "send"
+        sent = _sent(kind, size, self.slices)
+        self.totals.collectives.append(Collective(kind, "async", sent, self.slices, times, 0, True))
         self._moved(0, times * size)
 
     def _groups_of(self, attributes: str) -> list[list[int]]:
@@ -566,24 +546,22 @@ class _Walk:
             self._groups[found[1]] = _expand(found[1])
         return self._groups[found[1]]
 
-    def _span(self, groups: list[list[int]]) -> tuple[int, bool]:
-        """Return the physical axes that the groups span, a wrapped one counted twice, and whether they cross slices."""
+    def _span(self, groups: list[list[int]]) -> int:
+        """Return the physical axes that the groups span, a wrapped one counted twice."""
         if self.places is None:
-            return 0, False
+            return 0
         spanned: set[int] = set()
-        crosses = False
         for group in groups or [list(range(len(self.places)))]:
             first = self.places[group[0]]
             for member in group[1:]:
                 place = self.places[member]
-                crosses |= place.slice != first.slice
                 spanned |= {
                     axis
                     for axis, (here, there) in enumerate(zip(first.coordinates, place.coordinates, strict=True))
                     if here != there
                 }
         wrapped = [axis < len(self.wrap) and self.wrap[axis] for axis in spanned]
-        return len(spanned) + sum(wrapped), crosses
+        return len(spanned) + sum(wrapped)
 
     # --- Loops ---
 
@@ -639,9 +617,11 @@ class _Walk:
             case "get-tuple-element":
                 return self._element(scope, one.operands[0], _index(one))
             case "parameter":
-                if scope.parent is None or scope.caller is None or scope.caller.opcode == "while":
+                number = int(one.operands[0])
+                caller = scope.caller
+                if scope.parent is None or caller is None or caller.opcode == "while" or number >= len(caller.operands):
                     return None
-                return self._value(scope.parent, scope.caller.operands[int(one.operands[0])])
+                return self._value(scope.parent, caller.operands[number])
             case "fusion" | "call":
                 name = one.called.get("calls") or one.called["to_apply"]
                 inner = _Scope(self.computations[name], scope, one)
@@ -669,7 +649,10 @@ class _Walk:
                     return None
                 if scope.caller.opcode == "while" and not self._invariant(scope.caller, index):
                     return None
-                return self._element(scope.parent, scope.caller.operands[int(one.operands[0])], index)
+                number = int(one.operands[0])
+                if number >= len(scope.caller.operands):
+                    return None
+                return self._element(scope.parent, scope.caller.operands[number], index)
             case "while":
                 return self._element(scope, one.operands[0], index) if self._invariant(one, index) else None
             case "fusion":
@@ -709,6 +692,19 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "maximum": max,
     "minimum": min,
 }
+
+
+def _sent(kind: str, size: float, members: int) -> float:
+    """Return the bytes that one of `members` sends in a collective whose operand has `size` bytes."""
+    share = (members - 1) / members
+    factors = {
+        "all-gather": members - 1,
+        "all-reduce": 2 * share,
+        "reduce-scatter": share,
+        "all-to-all": share,
+        "ragged-all-to-all": share,
+    }
+    return size * factors.get(kind, 1)
 
 
 def _index(one: Instruction) -> int:
