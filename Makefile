@@ -1,6 +1,6 @@
 # Everything happens inside this clone: tools in .tools/ and .venv/, results in build/.
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint pytest sweep format lock docs bench clean
+.PHONY: help demo test test-cluster lint pytest sweep format lock docs bench clean
 .DELETE_ON_ERROR:
 
 PYTHON := .venv/bin/python
@@ -10,7 +10,7 @@ SHARED_VENV := $(CURDIR)/build/venv312
 PYTEST_ARGS ?=
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 demo: .venv/synced ## Render the default answers into build/demo and rehearse that training job on this machine
 	@echo "demo: [1/3] Python 3.12 environment of the generated repository"
@@ -33,6 +33,10 @@ pytest: .venv/synced ## Tests only
 	@# A file at a time for each of two workers, so that never two rehearsals run at once.
 	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+test-cluster: .venv/synced ## Every manifest through a real Kubernetes API server (needs Go; the first time 15 minutes to build it)
+	@$(PYTHON) -m tests.control_plane
+	@$(PYTHON) -m pytest -m cluster $(PYTEST_ARGS)
+
 sweep: .venv/synced ## The long proofs: every model in small, every slice and capacity through gcloud
 	@VENV=$(SHARED_VENV) ./template/setup.sh
 	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -m sweep $(PYTEST_ARGS)
@@ -41,8 +45,10 @@ format: .venv/synced ## Format the Python code and mend what the linter can
 	@.venv/bin/ruff check --quiet --fix .
 	@.venv/bin/ruff format .
 
-lock: ## Renew uv.lock and template/requirements.lock (LOCK_ARGS=--upgrade for newer versions)
+lock: ## Renew uv.lock, tools/checkov.lock and template/requirements.lock (LOCK_ARGS=--upgrade for newer versions)
 	@uv=$$(./template/setup.sh uv) && "$$uv" lock $(LOCK_ARGS)
+	@uv=$$(./template/setup.sh uv) && "$$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	  --no-header tools/checkov.in --output-file tools/checkov.lock $(LOCK_ARGS)
 	@./template/setup.sh lock $(LOCK_ARGS)
 
 docs: .venv/synced ## Regenerate the reference tables from copier.yml and the data

@@ -14,6 +14,7 @@ import yaml
 from copier import run_copy
 
 from extensions import questionnaire as extension
+from tests.control_plane import KUBERAY, KUBERAY_VERSIONS, KUEUE, KUEUE_VERSIONS, ControlPlane, build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -146,6 +147,18 @@ def run_python() -> Path:
         if python.exists():
             return python
     pytest.skip("needs a Python with the generated repository's lock: run `make demo` first, or set RUN_PYTHON")
+
+
+@pytest.fixture(scope="session")
+def api_server() -> Iterator[ControlPlane]:
+    """A Kubernetes API server of its own with the CRDs of the newest KubeRay and Kueue; tests that use it are marked
+    `cluster`. All tests share it, so each keeps to a namespace of its own.
+    """
+    build()
+    with ControlPlane() as control_plane:
+        control_plane.install(KUBERAY, KUBERAY_VERSIONS[-1])
+        control_plane.install(KUEUE, KUEUE_VERSIONS[-1])
+        yield control_plane
 
 
 # The files whose content the questionnaire decides, without the many that it only copies.

@@ -5,52 +5,26 @@ out: the Go module proxy does not serve it.
 """
 
 import functools
-import json
-import os
 import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.cloud_support import kustomize, variant
+from tests.control_plane import (
+    KUBERAY,
+    KUBERAY_VERSIONS,
+    KUEUE,
+    KUEUE_VERSIONS,
+    ControlPlaneError,
+    custom_resource_definitions,
+)
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("go"), reason="Go is not installed (https://go.dev/dl); CI runs this"),
     pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed; CI runs this"),
 ]
 jsonschema = pytest.importorskip("jsonschema")
-
-KUBERAY = "github.com/ray-project/kuberay/ray-operator"
-KUEUE = "sigs.k8s.io/kueue"
-VERSIONS = ["v1.4.2", "v1.5.1", "v1.6.2"]
-KUEUE_VERSIONS = ["v0.15.2", "v0.17.0"]
-FILES = {
-    "RayCluster": "config/crd/bases/ray.io_rayclusters.yaml",
-    "RayJob": "config/crd/bases/ray.io_rayjobs.yaml",
-    "ClusterQueue": "config/components/crd/bases/kueue.x-k8s.io_clusterqueues.yaml",
-    "LocalQueue": "config/components/crd/bases/kueue.x-k8s.io_localqueues.yaml",
-    "ResourceFlavor": "config/components/crd/bases/kueue.x-k8s.io_resourceflavors.yaml",
-}
-
-
-@functools.cache
-def module(name: str, version: str) -> Path:
-    """Return the folder of a Go module's release."""
-    done = subprocess.run(
-        ["go", "mod", "download", "-json", f"{name}@{version}"],
-        env=os.environ | {"GOFLAGS": "-mod=mod"},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    answer = json.loads(done.stdout or "{}")
-    if "Dir" not in answer:
-        pytest.skip(f"{name} {version} cannot be fetched: {answer.get('Error', done.stderr)}")
-    return Path(answer["Dir"])
 
 
 def strict(schema: Any) -> Any:
@@ -69,11 +43,15 @@ def strict(schema: Any) -> Any:
 
 @functools.cache
 def validator(name: str, version: str, kind: str, api: str) -> Any:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a file has 30,000 lines
-    crd = yaml.load((module(name, version) / FILES[kind]).read_text(), loader)
+    try:
+        definitions = custom_resource_definitions(name, version)
+    except ControlPlaneError as error:
+        pytest.skip(f"{name} {version} cannot be fetched: {error}")
+    (crd,) = [each for each in definitions if each["spec"]["names"]["kind"] == kind]
     (schema,) = [entry["schema"]["openAPIV3Schema"] for entry in crd["spec"]["versions"] if entry["name"] == api]
-    schema["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    return jsonschema.Draft7Validator(strict(schema))
+    schema = strict(schema)
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft7Validator(schema)
 
 
 def errors(version: str, resource: dict[str, Any]) -> list[str]:
@@ -83,7 +61,7 @@ def errors(version: str, resource: dict[str, Any]) -> list[str]:
     return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in found]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", KUBERAY_VERSIONS)
 @pytest.mark.parametrize("name", ["default", "v6e-flex-start", "v6e-autopilot-reservation", "tpu7x-multi-host"])
 def test_every_supported_kuberay_knows_every_field(name: str, version: str) -> None:
     for folder in ("cluster", "job", "job-queued"):
@@ -91,7 +69,7 @@ def test_every_supported_kuberay_knows_every_field(name: str, version: str) -> N
         assert errors(version, resource) == []
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", KUBERAY_VERSIONS)
 def test_the_job_with_a_token_needs_kuberay_one_five(version: str) -> None:
     (resource,) = kustomize(variant("default"), "job-token")
     assert bool(errors(version, resource)) == (version == "v1.4.2")
@@ -103,7 +81,7 @@ def test_kueue_knows_every_field_of_the_queue(version: str) -> None:
         assert errors(version, resource) == []
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", KUBERAY_VERSIONS)
 def test_a_misspelt_field_would_be_refused(version: str) -> None:
     (resource,) = kustomize(variant("default"), "cluster")
     resource["spec"]["workerGroupSpecs"][0]["numOfHost"] = 4
