@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from extensions import questionnaire as extension
 from tests.conftest import Render
 from tests.test_preflight_hlo import dense_flops
 
@@ -78,12 +79,12 @@ def test_a_step_that_fits_is_told_with_its_speed_and_price(compiled: tuple[Path,
     assert re.search(r"HBM +\d+\.\d\d of 31\.24 GiB a device", printed)
     assert re.search(r"lower bounds +compute \d+ ms, HBM \d+ ms, ICI \d+ ms, DCN 0 ms: \w+ binds", printed)
     assert re.search(r"1e9 tokens +[\d.]+ h, about [\d.,]+ USD", printed)
-    assert "It fits." in printed
+    assert "It fits (compiled in " in printed
     memory = report["memory"]
     assert memory["arguments"] + memory["temporaries"] + memory["code"] == memory["total"]
     assert report["devices"] == 4
     assert report["tokens"] == TOKENS
-    (picture,) = (folder / "build" / "preflight").glob("*.png")
+    picture = folder / "build" / "preflight" / "report.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -185,7 +186,7 @@ def test_a_step_that_does_not_fit_ends_with_what_is_missing(
     assert report["needed_gib"] > report["limit_gib"] == 31.24
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_changes_that_fit_are_found_by_compiling_them(
     compiled: tuple[Path, str, dict[str, Any]], run_python: Path
 ) -> None:
@@ -203,8 +204,11 @@ def test_changes_that_fit_are_found_by_compiling_them(
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (["nonsense_key=1"], {}, "'nonsense_key' is no key of MaxText"),
-        (["per_device_batchsize=1"], {}, "did you mean per_device_batch_size?"),
+        (
+            ["per_device_batchsize=1"],
+            {},
+            "'per_device_batchsize' is no key of MaxText; did you mean per_device_batch_size?",
+        ),
         (
             ["ici_fsdp_parallelism=3"],
             {},
@@ -220,7 +224,7 @@ def test_changes_that_fit_are_found_by_compiling_them(
         (["nowhere.yml"], {}, "there is no config nowhere.yml"),
         (["eval_interval=5", "--keep"], {}, "MaxText runs a kept step without evaluation"),
     ],
-    ids=["key", "near key", "mesh", "XLA_FLAGS", "override", "config", "evaluation"],
+    ids=["key", "mesh", "XLA_FLAGS", "override", "config", "evaluation"],
 )
 def test_what_cannot_work_is_refused_in_one_clear_message(
     arguments: list[str], environment: dict[str, str], message: str, render: Render, run_python: Path
@@ -295,3 +299,15 @@ def test_larger_slices_are_those_of_the_generation(render: Render, run_python: P
     code = "from ops import preflight, run_env; print(preflight.larger_slices(run_env.load()))"
     assert call(render(), run_python, code) == "[('v6e-32', '4x8'), ('v6e-64', '8x8'), ('v6e-128', '8x16')]"
     assert call(render(generation="tpu7x", topology="2x2x1"), run_python, code).startswith("[('tpu7x-16', '2x2x2'), ")
+
+
+def test_the_flag_check_asks_for_the_smallest_slices_as_maxtext_names_them(render: Render, run_python: Path) -> None:
+    code = (
+        "import re; from ops import libtpu; from ops.small_model import maxtext_folder\n"
+        "table = (maxtext_folder() / 'utils' / 'accelerator_to_spec_map.py').read_text()\n"
+        "for name, bounds, chip in libtpu._SMALLEST.values():\n"
+        '    row = rf\'"{re.escape(name)}", "{chip}", \\({bounds.replace(chr(120), ", ")}\\),\'\n'
+        "    assert re.search(row, table), row\n"
+        "print(*libtpu._SMALLEST)"
+    )
+    assert call(render(), run_python, code).split() == list(extension.facts.GENERATIONS)

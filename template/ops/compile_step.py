@@ -8,8 +8,10 @@ import and its memory must go when the compile is done.
 """
 
 import dataclasses
+import difflib
 import gzip
 import json
+import os
 import re
 import signal
 import subprocess
@@ -99,6 +101,7 @@ class Failure:
     """For `hbm`: what one device has."""
 
 
+# Of MaxText's settings, what the estimate and people want to know of a compiled step.
 SETTINGS = (
     "model_name",
     "attention",
@@ -119,8 +122,6 @@ SETTINGS = (
     "sa_block_kv_dkv_compute",
     "sa_block_q_dq",
     "sa_block_kv_dq",
-    "sliding_window_size",
-    "eval_interval",
 )
 
 
@@ -137,10 +138,10 @@ def compile(
     `progress` is called twice a second with what the child does. The child is ended after `timeout` seconds, when the
     machine runs out of memory, and when this process is interrupted.
     """
-    if reason := libtpu.missing():
+    if python == sys.executable and (reason := libtpu.missing()):
         return Failure("platform", reason)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (_ANSWER, _HLO, _PHASE):
+    for name in (_ANSWER, f"{_ANSWER}.partial", _HLO, _PHASE):
         (folder / name).unlink(missing_ok=True)
     (folder / "request.json").write_text(json.dumps(dataclasses.asdict(request), indent=1), encoding="utf-8")
     began = time.monotonic()
@@ -149,7 +150,7 @@ def compile(
         child = subprocess.Popen(
             [python, "-u", "-m", "ops.compile_step", str((folder / "request.json").resolve())],
             cwd=ROOT,
-            env=_environment(request),
+            env=os.environ | libtpu.environment(list(request.flags)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -186,12 +187,6 @@ def compile(
             + ". Close programs or use a larger machine (most steps take 2 to 4 GiB)",
         )
     return explain((folder / _LOG).read_text(encoding="utf-8", errors="replace"), child.returncode, folder / _LOG)
-
-
-def _environment(request: Request) -> dict[str, str]:
-    import os
-
-    return os.environ | libtpu.environment(list(request.flags))
 
 
 def _result(values: dict[str, Any]) -> Result:
@@ -246,8 +241,6 @@ def explain(log: str, returncode: int, file: Path) -> Failure:
 
 
 def _nearest(key: str, log: str) -> str:
-    import difflib
-
     known = re.findall(r"'(\w+)'", log[log.find("' not in ") :].split("\n", 1)[0])
     near = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {near[0]}?" if near else ": every key stands in its base.yml"

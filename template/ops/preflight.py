@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -72,10 +73,13 @@ class Compiler:
         self.force = force
         self.flags_checked: tuple[str, ...] | None = None
 
+    def folder(self, request: Request) -> Path:
+        """Return where the answer to `request` is kept."""
+        return FOLDER / "cache" / cache_key(request, self.run.generation)
+
     def compile(self, request: Request, what: str) -> tuple[Result | Failure, bool]:
         """Return the answer, and whether it was found rather than compiled. Raises PreflightError."""
-        key = cache_key(request, self.run.generation)
-        folder = FOLDER / "cache" / key
+        folder = self.folder(request)
         answer = folder / "cached.json"
         kept = not request.keep or bool(libtpu.kept_step(_fingerprint(request))[0])
         if answer.exists() and kept and not self.force:
@@ -343,12 +347,13 @@ def preflight(config: Path, overrides: list[str], *, force: bool, keep: bool, se
             terminal.console.print(line)
         for text in found.unsure:
             terminal.notice(text)
-        picture = FOLDER / f"{cache_key(request, run.generation)}.png"
+        picture = compiler.folder(request) / "report.png"
         if not picture.exists():
             _picture(picture, run, result, found)
-        where = f"{FOLDER.relative_to(ROOT)}/report.json and {picture.name}"
-        how = "from the cache" if cached else f"{time.monotonic() - began:.0f} s, {result.peak_memory_gib:.1f} GiB"
-        terminal.console.print(f"It fits. {how}; {where}")
+        shutil.copyfile(picture, FOLDER / "report.png")
+        took = f"compiled in {time.monotonic() - began:.0f} s with {result.peak_memory_gib:.1f} GiB of memory here"
+        where = f"{FOLDER.relative_to(ROOT)}/report.json and report.png"
+        terminal.console.print(f"It fits ({'from the cache' if cached else took}). More in {where}")
         _save(report)
         return 0
     if isinstance(result, Result):
@@ -361,6 +366,8 @@ def preflight(config: Path, overrides: list[str], *, force: bool, keep: bool, se
             run.hbm_gib_per_device,
         )
     terminal.error(f"it does not fit: {result.message}")
+    if search:
+        terminal.notice("looking for changes that fit, by compiling them; --no-search leaves that out")
     changes = changes_that_fit(run, request, settings, result, compiler) if search else []
     for change in changes:
         found = estimate.estimate(change.result, hardware_of(run))
