@@ -29,6 +29,6 @@ fi
 if ((${#missing[@]} == 0)); then
   note "there: all ${#APIS[@]} APIs"
 else
-  note "APIs: enable ${#missing[@]} of ${#APIS[@]}"
+  if checking; then note "missing: APIs ${missing[*]}"; else note "APIs: enable ${#missing[@]} of ${#APIS[@]}"; fi
   run gcloud services enable "${missing[@]}" "$PROJECT_FLAG"
 fi

@@ -2,7 +2,8 @@
 # shellcheck shell=bash
 #
 # Every script is safe to run again: it asks Google Cloud what is there and makes only what is missing. PLAN=yes asks
-# nothing, changes nothing, and prints every command in full.
+# nothing, changes nothing, and prints every command in full. CHECK=yes asks, changes nothing, and prints one line for
+# each thing: "there: ..." or "missing: ..."; make doctor reads them.
 
 set -euo pipefail
 
@@ -11,6 +12,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/run.env"
 
 PLAN=${PLAN:-no}
+CHECK=${CHECK:-no}
 PROJECT_FLAG="--project=$PROJECT_ID"
 
 # The label by which destroy.sh knows what these scripts made.
@@ -27,6 +29,11 @@ note() {
 }
 
 planning() { [[ $PLAN == yes ]]; }
+
+checking() { [[ $CHECK == yes ]]; }
+
+# lacking WHAT: say that it is not there, and unless this only checks, that it is made now.
+lacking() { if checking; then note "missing: $*"; else note "make: $*"; fi; }
 
 # refuse_placeholders ANSWER...: stop, naming each of the answers that is still the questionnaire's placeholder.
 refuse_placeholders() {
@@ -54,8 +61,9 @@ in_full() {
   printf '%s\n' "${line# }"
 }
 
-# run COMMAND...: print the command in full and run it; a plan only prints it.
+# run COMMAND...: print the command in full and run it; a plan only prints it, a check does neither.
 run() {
+  if checking; then return; fi
   in_full "$@"
   if planning; then return; fi
   "$@" || die "that command failed, and what it says stands above." \
@@ -82,7 +90,7 @@ absent() {
   fi
   answer=$(ask "$@") || exit 1
   if [[ -z $answer ]]; then
-    note "make: $what"
+    lacking "$what"
     return 0
   fi
   note "there: $what"

@@ -64,16 +64,17 @@ for ((slice = 0; slice < NUM_SLICES; slice++)); do
   fi
   case $status in
     PROVISIONING)
+      if checking; then note "missing: it is being made: $what"; fi
       wait_for_operation CREATE_NODE_POOL "$pool"
       continue
       ;;
     ERROR)
       # What a slice without capacity leaves behind; it holds nothing and never recovers.
-      note "in state ERROR, so made again: $what"
+      if checking; then note "missing: it is in state ERROR: $what"; else note "in state ERROR, so made again: $what"; fi
       run gcloud container node-pools delete "$pool" --cluster="$CLUSTER_NAME" "$PROJECT_FLAG" \
         --location="$CLUSTER_LOCATION" --quiet
       ;;
-    "") if planning; then note "$what"; else note "make: $what"; fi ;;
+    "") if planning; then note "$what"; else lacking "$what"; fi ;;
     *)
       note "there: $what"
       continue

@@ -1,9 +1,9 @@
 """List the run's checkpoints in the bucket: size, age, whether each is committed, and which one a resume would take."""
 
+import contextlib
 import dataclasses
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ops import run_env, terminal
 from ops.run_env import ROOT, RunEnv
+from ops.terminal import UserError
 
 # Orbax writes a checkpoint on Cloud Storage in place and this file last (orbax.checkpoint path/temporary_paths.py): a
 # folder without it is still being written, or was left behind by a run that died.
@@ -31,10 +32,6 @@ class Checkpoint:
     size: int = 0
     changed: datetime = EPOCH
     committed: bool = False
-
-
-class UserError(Exception):
-    """Something that the user can put right; the message says how."""
 
 
 def folder_of(config: dict[str, Any]) -> tuple[str, str]:
@@ -63,6 +60,11 @@ def grouped(blobs: Iterable[storage.Blob], prefix: str) -> list[Checkpoint]:
     return [found[step] for step in sorted(found)]
 
 
+def resumed_step(checkpoints: list[Checkpoint]) -> int | None:
+    """Return the step of the checkpoint that a resume takes, None when it starts at step 0."""
+    return max((checkpoint.step for checkpoint in checkpoints if checkpoint.committed), default=None)
+
+
 def age(since: datetime, now: datetime) -> str:
     """Say how long ago something was, in the largest unit that fits twice."""
     seconds = max(0, int((now - since).total_seconds()))
@@ -74,13 +76,9 @@ def age(since: datetime, now: datetime) -> str:
 
 def read(run: RunEnv) -> tuple[str, list[Checkpoint]]:
     """Return the gs:// folder and the checkpoints in it. Raises UserError for whatever the user can put right."""
-    if "bucket" in run.unanswered.split(","):
-        raise UserError(
-            f"bucket is still the placeholder '{run.bucket}': "
-            "copier update --trust --defaults --vcs-ref=:current: --data bucket=..."
-        )
+    run.refuse_placeholders("bucket")
     bucket, prefix = folder_of(yaml.safe_load((ROOT / "config" / "train.yml").read_text(encoding="utf-8")))
-    try:
+    with explained(bucket):
         client = storage.Client(project=run.project_id)
         listing = client.list_blobs(
             bucket, prefix=prefix, fields="items(name,size,updated),nextPageToken", timeout=TIMEOUT_SECONDS
@@ -91,6 +89,14 @@ def read(run: RunEnv) -> tuple[str, list[Checkpoint]]:
                 objects.append(blob)
                 if len(objects) % 1000 == 0:
                     progress.update(f"reading gs://{bucket}/{prefix}", f"{len(objects)} objects")
+    return f"gs://{bucket}/{prefix}", grouped(objects, prefix)
+
+
+@contextlib.contextmanager
+def explained(bucket: str) -> Iterator[None]:
+    """Turn what goes wrong with a bucket into a UserError with the next command."""
+    try:
+        yield
     except (DefaultCredentialsError, RefreshError):
         raise UserError("no login for Google Cloud: gcloud auth application-default login") from None
     except exceptions.NotFound:
@@ -102,21 +108,15 @@ def read(run: RunEnv) -> tuple[str, list[Checkpoint]]:
         ) from None
     except (exceptions.GoogleAPIError, ConnectionError, OSError) as problem:
         raise UserError(f"gs://{bucket} could not be read: {problem}. Check the network and try again") from None
-    return f"gs://{bucket}/{prefix}", grouped(objects, prefix)
 
 
 def main() -> int:
     """Print the table; 0 when the bucket could be read, whether or not it holds a checkpoint."""
-    try:
-        run = run_env.load()
-        folder, checkpoints = read(run)
-    except (UserError, run_env.RunEnvError) as problem:
-        terminal.error(str(problem))
-        return 1
+    folder, checkpoints = read(run_env.load())
     if not checkpoints:
         terminal.console.print(f"No checkpoint in {folder} yet: a run starts at step 0.")
         return 0
-    resumed = max((c.step for c in checkpoints if c.committed), default=None)
+    resumed = resumed_step(checkpoints)
     now = datetime.fromtimestamp(time.time(), UTC)
     table = Table(title=folder, title_justify="left", box=None, padding=(0, 2))
     for column in ("step", "size", "saved", ""):
@@ -134,4 +134,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

@@ -76,6 +76,15 @@ class RunEnv:
         """The slices as people say it, e.g. `2 x v5p 2x2x2`."""
         return f"{self.num_slices} x {self.generation} {self.topology}"
 
+    def refuse_placeholders(self, *answers: str) -> None:
+        """Raise RunEnvError when one of `answers` is still the placeholder that the questionnaire put there."""
+        for answer in answers:
+            if answer in self.unanswered.split(","):
+                raise RunEnvError(
+                    f"{answer} is still the placeholder '{getattr(self, answer)}': "
+                    f"copier update --trust --defaults --vcs-ref=:current: --data {answer}=..."
+                )
+
 
 def path() -> Path:
     """Return the file to read: $RUN_ENV (the rehearsal sets it), else run.env beside train.py."""

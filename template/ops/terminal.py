@@ -3,12 +3,32 @@
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
 
+from ops.run_env import RunEnvError
+
 console = Console(highlight=False, soft_wrap=True)
 PLAIN_INTERVAL_SECONDS = 15  # between progress lines where they cannot overwrite each other, as in CI
+
+
+class UserError(Exception):
+    """Something that the user can put right; the message says how."""
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a command and exit with its code; 1 with one line for what the user can put right, 130 after Ctrl-C."""
+    try:
+        code = main()
+    except (UserError, RunEnvError) as problem:
+        error(str(problem))
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
 
 
 def notice(text: str) -> None:
