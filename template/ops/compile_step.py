@@ -54,12 +54,14 @@ class Memory:
     """What the compiler plans for one device, in bytes."""
 
     arguments: int
-    """Parameters, optimizer state and batch, alive during the whole step; the outputs take their place."""
+    """Parameters, optimizer state and batch, alive during the whole step, and results that cannot take their place."""
     temporaries: int
-    """Activations and everything else that lives for a part of the step, at the peak."""
+    """The space for activations and everything else that lives for a part of the step, gaps in it included."""
     code: int
     total: int
-    """The peak of all that lies in HBM."""
+    """What the step takes of HBM: the three above, which the runtime allocates as they are."""
+    peak: int
+    """The most that is alive at one moment, by the compiler, also in VMEM; without gaps. For comparison only."""
     host: int
     """The host's memory that one device uses for what is offloaded."""
 
@@ -278,15 +280,15 @@ def _child(file: Path) -> None:
             for device in mesh.devices.flatten()
         ]
         memory = compiled.memory_analysis()
-        arguments_bytes = int(memory.argument_size_in_bytes)
-        code = int(memory.generated_code_size_in_bytes)
-        total = max(int(memory.peak_memory_in_bytes), arguments_bytes + code)
+        inputs = int(memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        temporaries, code = int(memory.temp_size_in_bytes), int(memory.generated_code_size_in_bytes)
         answer = {
             "memory": {
-                "arguments": arguments_bytes,
-                "temporaries": max(0, total - arguments_bytes - code),
+                "arguments": inputs,
+                "temporaries": temporaries,
                 "code": code,
-                "total": total,
+                "total": inputs + temporaries + code,
+                "peak": int(memory.peak_memory_in_bytes),
                 "host": int(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
             },
             "totals": dataclasses.asdict(hlo.analyze(text, places, tuple(spec.wrap or ()))),

@@ -240,7 +240,8 @@ def candidates(settings: dict[str, Any], failure: Failure) -> list[list[list[str
     kinds: list[list[list[str]]] = []
 
     batch = float(settings.get("per_device_batch_size") or 1)
-    smaller = sorted({int(batch * share), *(int(batch / 2**power) for power in (1, 2, 3, 4))}, reverse=True)
+    # A little below what memory alone would allow: close to the limit the compiler takes long, and often fails.
+    smaller = sorted({int(batch * share * 0.95), *(int(batch / 2**power) for power in (1, 2, 3, 4))}, reverse=True)
     kinds.append([[f"per_device_batch_size={size}"] for size in smaller if 1 <= size < batch])
 
     policies = []
