@@ -56,7 +56,7 @@ docs: .venv/synced ## Regenerate the reference tables from copier.yml and the da
 
 bench: .venv/synced ## Measure; each script prints ratios against a named peer
 	@VENV=$(SHARED_VENV) ./template/setup.sh
-	@set -e; for script in bench/rendering.py bench/steps.py bench/rehearsal.py bench/preflight.py; do echo "bench: $$script"; $(PYTHON) $$script; done
+	@set -e; for script in bench/rendering.py bench/updating.py bench/steps.py bench/rehearsal.py bench/preflight.py; do echo "bench: $$script"; $(PYTHON) $$script; done
 
 clean: ## Remove what make has built here (uv's own cache stays)
 	rm -rf build .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis
