@@ -1,6 +1,7 @@
 """The Jinja extension of this template, named in copier.yml's _jinja_extensions."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -153,6 +154,18 @@ def unanswered(project_id: str, bucket: str) -> str:
     return ",".join(n for n, v in given.items() if v == rules.PLACEHOLDERS[n])
 
 
+def without_credentials(address: str) -> str:
+    """A template's address as it may be recorded: user and token of an http address are left out, since the answers
+    are committed. Whoever updates needs access of their own (git's credential helper, or ssh).
+    """
+    return re.sub(r"^(https?://)[^/@]*@", r"\1", address)
+
+
+def is_local(address: str) -> bool:
+    """True for a template in a folder of this machine, which nobody else can update from."""
+    return address.startswith("file:") or Path(address).expanduser().is_dir()
+
+
 class Questionnaire(ContextHook):
     """Gives copier.yml its tables, rules and derived values."""
 
@@ -164,6 +177,7 @@ class Questionnaire(ContextHook):
             default_topology=lambda generation: facts.GENERATIONS[generation]["default_topology"],
             derive=derive,
             generations=lambda: list(facts.GENERATIONS),
+            is_local=is_local,
             model_choices=model_choices,
             placeholder=rules.PLACEHOLDERS.__getitem__,
             price_of=facts.price,
@@ -173,6 +187,7 @@ class Questionnaire(ContextHook):
             required=required,
             topology_choices=topology_choices,
             unanswered_of=unanswered,
+            without_credentials=without_credentials,
             zones=lambda generation: facts.GENERATIONS[generation]["zones"],
         )
 

@@ -32,6 +32,7 @@ DERIVED = {
     "cluster_location": "cluster_mode and zone",
     "image_repository": "zone, project_id, registry and project_name",
     "unanswered": "project_id and bucket",
+    "ownership": "the template",
 }
 
 # Mesh axes that a pre-training run may use (mesh_axes in MaxText's base.yml). Left out:

@@ -102,7 +102,7 @@ def test_every_step_refuses_placeholders_by_name_and_calls_nothing(script: str, 
     done = cloud.run(script)
     assert done.returncode != 0
     assert "project_id" in done.stdout
-    assert "copier update --trust" in done.stdout
+    assert "make reconfigure ARGS=" in done.stdout
     assert cloud.data["asked"] == cloud.data["calls"] == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import git
+from tests.conftest import commit_all, git
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -88,11 +88,34 @@ def test_the_documented_commands_install_copier_and_render(installer: str, templ
     }
     if installer == "pipx":
         subprocess.run([tools / "bin/pip", "install", "--quiet", "pipx"], check=True)
-    for line in block.splitlines():
-        line = line.replace("--trust", "--trust --defaults --quiet")
+
+    def run(line: str, folder: Path) -> None:
         result = subprocess.run(
-            ["sh", "-c", line], cwd=clone, env=environment, capture_output=True, text=True, check=False, timeout=300
+            ["sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
         )
         assert result.returncode == 0, f"{shlex.quote(line)}\n{result.stdout}\n{result.stderr}"
-    assert (tmp_path / "my-run/run.env").exists()
-    assert yaml.safe_load((tmp_path / "my-run/.copier-answers.yml").read_text())["_src_path"] == str(template)
+
+    project = tmp_path / "my-run"
+    for line in block.splitlines():
+        run(line.replace("--trust", "--trust --defaults --quiet"), clone)
+    assert (project / "run.env").exists()
+    assert yaml.safe_load((project / ".copier-answers.yml").read_text())["_src_path"] == str(template)
+    if installer == "uvx":
+        # And what comes later: one answer, with make and without, and the next version by hand.
+        commit_all(project)
+        (later,) = [line for line in commands(section) if line.startswith("make reconfigure")]
+        run(later.partition("   ")[0], project)
+        assert "TOPOLOGY=4x8\n" in (project / "run.env").read_text()
+        git(project, "checkout", "--quiet", ".")
+        pages = {
+            name: commands((ROOT / f"docs/how-to/{name}.md").read_text()) for name in ("change-an-answer", "upgrade")
+        }
+        (by_hand,) = [line for line in pages["change-an-answer"] if line.startswith("uvx")]
+        run(by_hand, project)
+        assert "TOPOLOGY=4x8\n" in (project / "run.env").read_text()
+        commit_all(project)
+        (template / "template/added.txt").write_text("new\n")
+        commit_all(template, "v99.1.0")
+        (by_hand,) = [line for line in pages["upgrade"] if line.startswith("uvx")]
+        run(by_hand.replace("--trust", "--trust --defaults"), project)
+        assert (project / "added.txt").exists()

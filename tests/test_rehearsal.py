@@ -251,7 +251,7 @@ def test_the_trainer_names_a_key_that_run_env_lacks(render: Render, run_python: 
         [run_python, "train.py"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert "has no TOPOLOGY: it is older than this code; run copier update" in done.stderr
+    assert "has no TOPOLOGY: it is older than this code; run make update" in done.stderr
     assert "Traceback" not in done.stderr
 
 

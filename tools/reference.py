@@ -82,7 +82,7 @@ An answer that breaks a rule is refused with a sentence that names a value that 
 {table(head, *asked)}
 ## Not asked
 
-Set with `--data NAME=VALUE` in `copier copy` and `copier update`, or asked for with `--ask NAME`.
+Set with `--data NAME=VALUE` in `copier copy`, or asked for with `--ask NAME`; later with `make reconfigure`.
 
 {table(head, *unasked)}"""
 

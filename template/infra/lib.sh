@@ -46,9 +46,9 @@ refuse_placeholders() {
     note "still a placeholder:$missing (the real steps refuse to start until they are given)"
     return
   fi
-  local flags=""
-  for answer in $missing; do flags="$flags --data $answer=..."; done
-  die "still a placeholder:$missing" "give them with: copier update --trust --defaults --vcs-ref=:current:$flags"
+  local words=""
+  for answer in $missing; do words="$words${words:+ }$answer=..."; done
+  die "still a placeholder:$missing" "give them with: make reconfigure ARGS=\"$words\""
 }
 
 # A command line as one can paste it: words with other than plain characters stand in double quotes, so that a

@@ -31,7 +31,7 @@ case $CAPACITY in
   reservation)
     if [[ -z $RESERVATION ]]; then
       die "capacity is reservation, but no reservation is named" \
-        "give it with: copier update --trust --defaults --vcs-ref=:current: --data reservation=NAME"
+        "give it with: make reconfigure ARGS=reservation=NAME"
     fi
     capacity=(--num-nodes="$HOSTS_PER_SLICE" --reservation-affinity=specific --reservation="$RESERVATION")
     ;;

@@ -66,6 +66,6 @@ elif [[ ${CHECK_QUOTA:-yes} == no ]]; then
   note "quota: not enough ($too_small), and CHECK_QUOTA=no: going on"
 else
   die "$NUM_SLICES x $GENERATION $TOPOLOGY with capacity $CAPACITY needs $chips chips in $REGION, and $too_small." \
-    "Ask for more at $console, take a smaller topology or another zone (copier update --trust --defaults" \
-    "--vcs-ref=:current: --data topology=...), or go on in spite of it with CHECK_QUOTA=no."
+    "Ask for more at $console, take a smaller topology or another zone" \
+    "(make reconfigure ARGS=topology=...), or go on in spite of it with CHECK_QUOTA=no."
 fi

@@ -300,7 +300,7 @@ def changes_that_fit(
             trial = dataclasses.replace(request, compile_topology=name, keep="")
             result, _ = compiler.compile(trial, f"on {run.generation} {shape}")
             if isinstance(result, Result) and fits(run, result):
-                text = f"copier update --trust --defaults --vcs-ref=:current: --data topology={shape}"
+                text = f"make reconfigure ARGS=topology={shape}"
                 found.append(Change(text, result))
                 break
     return found

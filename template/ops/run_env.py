@@ -116,7 +116,7 @@ def load(file: Path | None = None) -> RunEnv:
     for field in dataclasses.fields(RunEnv):
         key = field.name.upper()
         if key not in values:
-            raise RunEnvError(f"{file} has no {key}: it is older than this code; run copier update")
+            raise RunEnvError(f"{file} has no {key}: it is older than this code; run make update")
         try:
             typed[field.name] = {"int": int, "float": float}.get(getattr(field.type, "__name__", ""), str)(values[key])
         except ValueError:
