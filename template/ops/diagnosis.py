@@ -154,8 +154,8 @@ def of_text(run: RunEnv, text: str) -> Reason | None:
     """Return the reason that a message of GKE, a webhook or a driver gives, None when it is none of those known."""
     place = f"{run.generation} {run.topology} as {run.capacity} in {run.zone}"
     elsewhere = (
-        "wait, or run make infra-node-pools again later, or take another zone or capacity: copier update --trust "
-        "--defaults --vcs-ref=:current: --data capacity=..."
+        "wait, or run make infra-node-pools again later, or take another zone or capacity: "
+        "make reconfigure ARGS=capacity=..."
     )
     if run.capacity == "reservation":
         elsewhere = f"see what {run.reservation} has left: gcloud compute reservations list --project={run.project_id}"
@@ -198,7 +198,7 @@ def of_text(run: RunEnv, text: str) -> Reason | None:
             Reason(
                 f"a webhook refused it ({shortened(text)})",
                 "the counts in k8s/cluster/raycluster.yaml must be those of the answers: undo edits there, or "
-                "copier update --trust",
+                "make update",
                 True,
             ),
         ),

@@ -126,7 +126,7 @@ def operator(cluster: Kube) -> str:
     if not OLDEST <= number <= NEWEST:
         raise Failed(
             f"KubeRay {version}, but the manifests are made for {dotted(OLDEST)} to {dotted(NEWEST)}",
-            "upgrade the cluster: gcloud container clusters upgrade" if number < OLDEST else "copier update --trust",
+            "upgrade the cluster: gcloud container clusters upgrade" if number < OLDEST else "make update",
         )
     return f"KubeRay {version}"
 

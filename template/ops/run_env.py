@@ -81,8 +81,7 @@ class RunEnv:
         for answer in answers:
             if answer in self.unanswered.split(","):
                 raise RunEnvError(
-                    f"{answer} is still the placeholder '{getattr(self, answer)}': "
-                    f"copier update --trust --defaults --vcs-ref=:current: --data {answer}=..."
+                    f"{answer} is still the placeholder '{getattr(self, answer)}': make reconfigure ARGS={answer}=..."
                 )
 
 

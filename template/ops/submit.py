@@ -17,7 +17,7 @@ def check_overrides(overrides: list[str]) -> None:
         if not re.fullmatch(r"\w+=.*", word, re.DOTALL):
             raise UserError(f"'{word}' is no override: give key=value, e.g. ARGS=steps=200")
         if word.startswith("run_name="):
-            raise UserError("run_name is part of the answers: copier update --data run_name=..., then make image")
+            raise UserError("run_name is part of the answers: make reconfigure ARGS=run_name=..., then make image")
 
 
 def resumed(run: RunEnv, jobs: Jobs, overrides: list[str]) -> list[str]:

@@ -208,8 +208,8 @@ def redo(before: Path, after: Path) -> list[str]:
     ]
     if manifests[0] != manifests[1]:
         lines.append(
-            "RayCluster and RayJob: what runs now does not change; delete it (kubectl delete -k with the same folder,\n"
-            "  at the commit of before), then apply k8s/ again"
+            "RayCluster and RayJob: what runs now does not change: make stop ARGS=--cluster at the commit of before,\n"
+            "  then make cluster, or make job"
         )
     if image(before) != image(after):
         lines.append("image: its content changed, and so did its tag: make image")
