@@ -311,3 +311,16 @@ def test_the_flag_check_asks_for_the_smallest_slices_as_maxtext_names_them(rende
         "print(*libtpu._SMALLEST)"
     )
     assert call(render(), run_python, code).split() == list(extension.facts.GENERATIONS)
+
+
+def test_changes_are_tried_closest_to_the_run_first(render: Render, run_python: Path) -> None:
+    code = (
+        "from ops import preflight; from ops.compile_step import Failure\n"
+        "settings = {'per_device_batch_size': 6, 'max_target_length': 4096, 'remat_policy': 'custom'}\n"
+        "for kind in preflight.candidates(settings, Failure('hbm', '', 40.0, 31.24)): print(kind)"
+    )
+    assert call(render(), run_python, code).splitlines() == [
+        "[['per_device_batch_size=4'], ['per_device_batch_size=3'], ['per_device_batch_size=1']]",
+        "[['remat_policy=full'], ['remat_policy=custom', 'decoder_layer_input=offload']]",
+        "[['max_target_length=2048'], ['max_target_length=1024'], ['max_target_length=512']]",
+    ]

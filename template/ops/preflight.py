@@ -234,14 +234,20 @@ class Change:
     result: Result
 
 
+def _round(size: float) -> int:
+    """Return the largest whole number up to `size` of three binary digits, then zeros: sizes that compile well."""
+    unit = 2 ** max(0, int(size).bit_length() - 3)
+    return int(size) // unit * unit
+
+
 def candidates(settings: dict[str, Any], failure: Failure) -> list[list[list[str]]]:
     """Return for each kind of change what to try, closest to the run first, each as overrides."""
     share = failure.limit_gib / failure.needed_gib if failure.needed_gib else 0.5
     kinds: list[list[list[str]]] = []
 
     batch = float(settings.get("per_device_batch_size") or 1)
-    # A little below what memory alone would allow: close to the limit the compiler takes long, and often fails.
-    smaller = sorted({int(batch * share * 0.95), *(int(batch / 2**power) for power in (1, 2, 3, 4))}, reverse=True)
+    # A little below what memory alone would allow, since close to the limit the compiler takes long and often fails.
+    smaller = sorted({_round(batch * share * 0.95), *(int(batch / 2**power) for power in (1, 2, 3, 4))}, reverse=True)
     kinds.append([[f"per_device_batch_size={size}"] for size in smaller if 1 <= size < batch])
 
     policies = []
