@@ -19,6 +19,7 @@ START_SECONDS = 120
 # Prints what MaxText prints of each step. `hold=FILE` waits in the middle for the file, `code=N` is the exit code.
 PROGRAM = """
 import os, sys, time
+parent = os.getppid()
 given = dict(word.split("=", 1) for word in sys.argv[1:])
 steps = int(given.get("steps", 40))
 print("host 0: slice-0, TPU_WORKER_ID 0", flush=True)
@@ -26,6 +27,8 @@ for step in range(steps):
     if step == steps // 2 and "hold" in given:
         while not os.path.exists(given["hold"]):
             time.sleep(0.1)
+            if os.getppid() != parent:
+                sys.exit("the Ray that started this is gone")
     print(f"completed step: {step}, seconds: 1.100, TFLOP/s/device: 459.0, Tokens/s/device: 3725.100, "
           f"total_weights: 65536, loss: {10 - step / 100:.3f}, lm_loss: 1.0, perplexity: 2.0", flush=True)
 print("the last line has no end", end="", flush=True)

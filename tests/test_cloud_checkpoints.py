@@ -1,66 +1,32 @@
 """`python -m ops.checkpoints` against a Cloud Storage emulator that speaks the JSON API."""
 
 import subprocess
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cloud_storage import Emulator, environment
 from tests.cloud_support import render, variant
-
-server = pytest.importorskip("gcp_storage_emulator.server")
 
 BUCKET = "acme-tpu-data"
 RUN = "pilot"
 FOLDER = f"my-tpu-run/{RUN}/checkpoints"
 
 
-class Emulator:
-    """A bucket in memory behind the JSON API."""
-
-    def __init__(self, port: int) -> None:
-        self.address = f"http://127.0.0.1:{port}"
-
-    def make_bucket(self) -> None:
-        self._post("/storage/v1/b?project=acme-tpu", f'{{"name": "{BUCKET}"}}'.encode(), "application/json")
-
-    def put(self, name: str, size: int) -> None:
-        query = urllib.parse.urlencode({"uploadType": "media", "name": name})
-        self._post(f"/upload/storage/v1/b/{BUCKET}/o?{query}", b"x" * size, "application/octet-stream")
-
-    def _post(self, path: str, body: bytes, kind: str) -> None:
-        request = urllib.request.Request(self.address + path, body, {"Content-Type": kind})
-        with urllib.request.urlopen(request, timeout=10):
-            pass
-
-
 @pytest.fixture
 def bucket() -> Iterator[Emulator]:
-    running = server.create_server("127.0.0.1", 0, in_memory=True)
-    running.start()
-    try:
-        yield Emulator(running._api._httpd.server_port)
-    finally:
-        running.stop()
+    with Emulator(BUCKET) as emulator:
+        yield emulator
 
 
 def checkpoints(
     python: Path, emulator: Emulator | None, repository: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": "/nonexistent",
-        "COLUMNS": "160",
-        "GCE_METADATA_HOST": "127.0.0.1:9",
-    }
-    if emulator:
-        environment["STORAGE_EMULATOR_HOST"] = emulator.address
     return subprocess.run(
         [str(python), "-m", "ops.checkpoints"],
         cwd=repository or render(run_name=RUN),
-        env=environment,
+        env=environment(emulator),
         capture_output=True,
         text=True,
         timeout=120,

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.cloud_ray import PROGRAM, RayHead, Way
+from tests.cloud_storage import Emulator
 from tests.conftest import Render
 
 
@@ -180,6 +181,45 @@ def test_a_wrong_token_and_a_run_that_the_head_does_not_know_are_told_plainly(
     code, printed = end(start(run_python, repository, gone, ray_head.address, ray_head.token))
     assert code == 1
     assert "Ray's head does not know this run any more: it was restarted. make resume goes on" in printed
+
+
+RESUME = """
+import os, sys
+from ops import run_env, submit, terminal
+from ops.ray_jobs import Jobs
+
+def main():
+    print("overrides", submit.resumed(run_env.load(), Jobs(sys.argv[1], sys.argv[2]), sys.argv[3:]))
+    return 0
+
+terminal.run(main)
+"""
+
+
+def test_a_resume_names_its_checkpoint_and_repeats_the_arguments_of_the_last_run(
+    ray_head: RayHead, repository: Path, run_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = ray_head.address, ray_head.token
+    assert end(start(run_python, repository, SUBMIT, *way, "steps=6"))[0] == 0
+    with Emulator("acme-tpu-data") as bucket:
+        bucket.make_bucket()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket.address)
+        printed = end(start(run_python, repository, RESUME, *way))[1]
+        assert "note: as pilot-" in printed
+        assert "overrides ['steps=6']" in printed
+        assert (
+            "no committed checkpoint in gs://acme-tpu-data/my-tpu-run/pilot/checkpoints/: the run starts at" in printed
+        )
+        bucket.put("my-tpu-run/pilot/checkpoints/5/commit_success.txt", 1)
+        code, printed = end(start(run_python, repository, RESUME, *way, "steps=20"))
+        assert code == 0
+        assert (
+            "takes checkpoint 5 in gs://acme-tpu-data/my-tpu-run/pilot/checkpoints/ and goes on with step 6 of 20"
+            in printed
+        )
+        code, printed = end(start(run_python, repository, RESUME, *way))
+        assert code == 1
+        assert "all 6 steps are done, checkpoint 5 is the last: give more, e.g. ARGS=steps=12" in printed
 
 
 def test_f19_the_machine_of_the_user_needs_no_ray_command_line(repository: Path) -> None:

@@ -95,7 +95,11 @@ def infra(step: str, fix: str | None = None) -> str:
     if done.returncode:
         raise Failed(errors[0] if errors else done.stderr.strip()[-300:], "; ".join(errors[1:]) or f"make infra-{step}")
     there = [line.removeprefix("there: ") for line in lines if line.startswith("there: ")]
-    return there[0] + (f" (and {len(there) - 1} more)" if len(there) > 1 else "") if there else "nothing to make"
+    return (
+        there[0] + (f" (and {len(there) - 1} more)" if len(there) > 1 else "")
+        if there
+        else (lines or ["nothing to make"])[-1]
+    )
 
 
 def roles() -> str:
@@ -103,7 +107,8 @@ def roles() -> str:
     try:
         return infra("roles")
     except Failed as problem:
-        return f"{problem.seen}: fine if it comes through a group or folder (make infra-roles lists all)"
+        seen = problem.seen.partition(". Whoever")[0]
+        return f"{seen}, perhaps more: fine if they come through a group or folder (make infra-roles lists all)"
 
 
 def bucket(run: RunEnv) -> str:
@@ -225,6 +230,7 @@ def checks(run: RunEnv) -> list[Check]:
         Check("login", credentials),
         Check("APIs", lambda: infra("apis"), google),
         Check("your roles", roles, google),
+        Check("quota", lambda: infra("quota"), google),
         Check("accounts", lambda: infra("accounts"), google),
         Check("registry", lambda: infra("registry"), google),
         Check("bucket", lambda: infra("bucket"), google),

@@ -1,6 +1,7 @@
 """What people see: notices, one progress line, errors and a verdict. Plain lines where there is no terminal."""
 
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ class UserError(Exception):
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command and exit with its code; 1 with one line for what the user can put right, 130 after Ctrl-C."""
+    # A polite kill and a closed terminal clean up like Ctrl-C.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         code = main()
     except (UserError, RunEnvError) as problem:
