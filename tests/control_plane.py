@@ -129,6 +129,7 @@ class ControlPlane:
         self.folder = Path(tempfile.mkdtemp(prefix="control-plane-"))
         self.kubeconfig = self.folder / "kubeconfig"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._installed: dict[str, str] = {}
         self._guards: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "ControlPlane":
@@ -198,7 +199,7 @@ class ControlPlane:
         )
         self.client = kubernetes.config.new_client_from_config(config_file=str(self.kubeconfig))
         self._wait_ready()
-        self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
+        self.dynamic = kubernetes.dynamic.DynamicClient(self.client, cache_file=str(self.folder / "discovery.json"))
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
@@ -212,7 +213,7 @@ class ControlPlane:
             )
         self._processes[name] = process
         # Ends the program when this process is no longer there to do it: its end of the pipe closes then.
-        guard = ["sh", "-c", 'read -r _; kill "$1"', "guard", str(process.pid)]
+        guard = ["sh", "-c", 'read -r _; kill -9 "$1"; rm -rf "$2"', "guard", str(process.pid), str(self.folder)]
         self._guards.append(subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True))
 
     def _check_running(self, name: str, deadline: float) -> None:
@@ -295,6 +296,8 @@ class ControlPlane:
 
     def install(self, name: str, version: str) -> None:
         """Install the CRDs of a Go module's release, over those of another release if they are there."""
+        if self._installed.get(name) == version:
+            return
         definitions = custom_resource_definitions(name, version)
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         for definition in definitions:
@@ -319,6 +322,7 @@ class ControlPlane:
                 if time.monotonic() > deadline:
                     raise ControlPlaneError(f"{definition['metadata']['name']} is not established: {conditions}")
                 time.sleep(0.1)
+        self._installed[name] = version
         self.dynamic.resources.invalidate_cache()
 
 

@@ -2,8 +2,8 @@
 
 import re
 import shlex
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -372,11 +372,10 @@ def test_every_make_target_that_the_files_name_exists() -> None:
                 assert name in targets | steps, f"{path.relative_to(repository)} names make {name}"
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed (it is in the dev group)")
 def test_shellcheck_has_nothing_to_say() -> None:
     folder = variant("default") / "infra"
     checked = subprocess.run(
-        ["shellcheck", "-x", "-P", str(folder), *map(str, sorted(folder.glob("*.sh")))],
+        [Path(sys.executable).parent / "shellcheck", "-x", "-P", str(folder), *map(str, sorted(folder.glob("*.sh")))],
         capture_output=True,
         text=True,
     )

@@ -186,13 +186,17 @@ def test_all_parts_of_a_job_agree_on_authentication(folder: str, mode: str) -> N
 
 
 def test_only_rays_own_pods_the_submitter_and_the_operator_reach_the_head() -> None:
-    (policy,) = [r for r in kustomize(variant("default"), "base") if r["kind"] == "NetworkPolicy"]
+    policies = {r["metadata"]["name"]: r for r in kustomize(variant("default"), "base") if r["kind"] == "NetworkPolicy"}
+    policy, closed = policies.pop("ray-pods"), policies.pop("ray-job-submitter")
+    assert not policies
     assert policy["spec"]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay"}
     assert all("from" in rule for rule in policy["spec"]["ingress"])
     unlimited = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
     assert unlimited == [{"from": [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay"}}}]}]
     labels = rayjob(variant("default"))["spec"]["submitterPodTemplate"]["metadata"]["labels"]
     assert {"podSelector": {"matchLabels": labels}} in policy["spec"]["ingress"][1]["from"]
+    # Nothing reaches the submitter.
+    assert closed["spec"] == {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"]}
 
 
 @pytest.mark.parametrize("folder", ["cluster", "job", "job-token"])
@@ -423,7 +427,7 @@ def test_the_kubernetes_api_knows_every_field(name: str) -> None:
     for number, pod in enumerate(pods):
         documents.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"pod-{number}"}, "spec": pod})
     for document in documents:
-        kubernetes_validate.validate(document, "1.31", strict=True)
+        kubernetes_validate.validate(document, "1.35", strict=True)
 
 
 @pytest.mark.sweep
