@@ -33,7 +33,7 @@ pytest: .venv/synced ## Tests only
 	@# A file at a time for each of two workers, so that never two rehearsals run at once.
 	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-cluster: .venv/synced ## Every manifest through a real Kubernetes API server (needs Go; the first time 15 minutes to build it)
+test-cluster: .venv/synced ## The manifests and the cloud commands against a real Kubernetes API server (needs Go; the first build takes 10 minutes)
 	@$(PYTHON) -m tests.control_plane
 	@$(PYTHON) -m pytest -m cluster $(PYTEST_ARGS)
 
