@@ -1,6 +1,6 @@
 # Everything happens inside this clone: tools in .tools/ and .venv/, results in build/.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster lint pytest sweep format lock docs bench clean
+.PHONY: help demo test test-cluster lint pytest sweep format lock docs plans bench clean
 .DELETE_ON_ERROR:
 
 PYTHON := .venv/bin/python
@@ -54,9 +54,13 @@ lock: ## Renew uv.lock, tools/checkov.lock and template/requirements.lock (LOCK_
 docs: .venv/synced ## Regenerate the reference tables from copier.yml and the data
 	@$(PYTHON) tools/reference.py
 
+plans: ## Compile what extensions/plans.csv lacks, with the TPU compiler; hours, may be ended at any time (PLANS_ARGS=--list)
+	@VENV=$(SHARED_VENV) ./template/setup.sh
+	@$(SHARED_VENV)/bin/python tools/plans.py $(PLANS_ARGS)
+
 bench: .venv/synced ## Measure; each script prints ratios against a named peer
 	@VENV=$(SHARED_VENV) ./template/setup.sh
-	@set -e; for script in bench/rendering.py bench/updating.py bench/steps.py bench/rehearsal.py bench/preflight.py; do echo "bench: $$script"; $(PYTHON) $$script; done
+	@set -e; for script in bench/rendering.py bench/updating.py bench/formula.py bench/steps.py bench/rehearsal.py bench/preflight.py; do echo "bench: $$script"; $(PYTHON) $$script; done
 
 clean: ## Remove what make has built here (uv's own cache stays)
 	rm -rf build .venv .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis

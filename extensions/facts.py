@@ -1,10 +1,11 @@
 """TPU slices, models and tuned plans: reads the tables beside this file, derives the rest.
 
-Pure functions over three TOML files; no network, clock or state. The module is loaded
+Pure functions over three TOML files and a CSV file; no network, clock or state. The module is loaded
 by file path (see questionnaire.py), so that an update reads the tables of the template
 version that it renders.
 """
 
+import csv
 import math
 import tomllib
 from pathlib import Path
@@ -20,6 +21,28 @@ def _table(name: str) -> dict[str, Any]:
 _TPU = _table("tpu.toml")
 _MODELS = _table("models.toml")
 PLANS = _table("plans.toml")
+
+# Columns of plans.csv, one row a compile; `problem` is empty for a step that compiles, `hbm` for one that does not fit
+# (hbm_gib is then what it would need, if the compiler says so), else what the compiler says.
+COLUMNS = (
+    *("model", "generation", "topology", "num_slices", "recipe", "sequence_length", "per_device_batch_size"),
+    *("hbm_gib", "step_seconds", "tokens_per_second", "mfu", "binds", "problem"),
+    *("libtpu", "maxtext", "date", "compile_seconds"),
+)
+
+
+def _compiled() -> list[dict[str, str]]:
+    with (_HERE / "plans.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+COMPILED = _compiled()
+# What a plan leaves free of the HBM that the compiler grants.
+HEADROOM = 0.03
+# How far the closed formula may be off before a job is refused for it.
+FORMULA_ERROR = 0.15
+# More sequences a device than this gain nothing and make large global batches.
+LARGEST_BATCH = 16
 
 GENERATIONS: dict[str, dict[str, Any]] = {name: record for name, record in _TPU.items() if isinstance(record, dict)}
 MODELS: dict[str, dict[str, Any]] = _MODELS["offered"]
@@ -160,36 +183,159 @@ class Plan(NamedTuple):
     settings: dict[str, Any]
     flags: list[str]
     source: str
+    """Where it comes from and how far it is proven, for people."""
     tuned: bool
+    compiled: bool
+    """Whether the TPU compiler has compiled just this job and it fits."""
+    hbm_gib: float
+    """GiB of HBM a device: the compiler's figure when `compiled`, else the closed formula's."""
+    tokens_per_second: int
+    """By the compiler's cycles, a device; 0 when it was not compiled."""
+
+
+def recipes_of(generation: str) -> list[str]:
+    """The recipes to compile for this generation; "plain" is the one without settings and flags."""
+    tuned = any(generation in group["generations"] for group in PLANS["flags"].values())
+    return [*(PLANS["recipe"] if tuned else []), "plain"]
+
+
+def recipe_settings(recipe: str) -> dict[str, Any]:
+    """MaxText settings of a recipe."""
+    return {} if recipe == "plain" else PLANS["recipe"][recipe]["settings"]
+
+
+def recipe_flags(recipe: str, generation: str) -> list[str]:
+    """LIBTPU_INIT_ARGS of a recipe on a generation."""
+    if recipe == "plain":
+        return []
+    groups = [group["flags"] for group in PLANS["flags"].values() if generation in group["generations"]]
+    return list(groups[0]) if groups else []
+
+
+def usable_gib(generation: str) -> float:
+    """GiB of HBM a device that a plan may use: what the compiler grants, less HEADROOM."""
+    return float(GENERATIONS[generation]["hbm_gib_per_device"]) * (1 - HEADROOM)
+
+
+def state_gib(model: str, generation: str, topology: str) -> float:
+    """GiB a device of weights and the two moments of Adam, 4 bytes each, sharded over all devices of a slice."""
+    return float(MODELS[model]["parameters_b"]) * 1e9 * 12 / slice_of(generation, topology).devices / 2**30
+
+
+def estimated_gib(
+    model: str, generation: str, topology: str, batch: float, sequence: int | None = None, recipe: str = "plain"
+) -> float:
+    """GiB of HBM a device that a step takes, by a closed formula; bench/formula.py prints its error.
+
+    State and gradients, sharded; what the backward pass keeps of each layer; logits; and, whole, the weights of two
+    layers and of the output head, which are gathered while they are used. `sequence` is in tokens.
+    """
+    record = MODELS[model]
+    tokens = batch * (sequence or PLANS["plain"]["sequence_length"])
+    saved = 0 if recipe == "plain" else PLANS["recipe"][recipe]["saved"]
+    parameters, embedding = record["parameters_b"] * 1e9, record["vocab_size"] * record["emb_dim"]
+    gradients = 4 * parameters / slice_of(generation, topology).devices
+    kept = 2 * record["layers"] * (record["emb_dim"] + saved * record["attention_dim"])
+    gathered = 2 * embedding + 4 * max(parameters - embedding, 0) / record["layers"]
+    activations: float = gradients + tokens * (kept + 2 * record["vocab_size"]) + gathered
+    return state_gib(model, generation, topology) + activations / 2**30
+
+
+def largest_batch(model: str, generation: str, topology: str, recipe: str) -> float:
+    """The largest whole batch a device that the closed formula lets fit, at most LARGEST_BATCH; 0 when none does."""
+    fits = [
+        batch
+        for batch in range(1, LARGEST_BATCH + 1)
+        if estimated_gib(model, generation, topology, batch, recipe=recipe) <= usable_gib(generation)
+    ]
+    return float(max(fits, default=0))
+
+
+def can_fit(model: str, generation: str, topology: str) -> bool:
+    """Whether a plan fits, or may fit: one that was compiled, or what the closed formula says, which is not exact.
+
+    For another slice than those in the table, the smallest batch counts.
+    """
+    rows = _rows(model, generation, topology)
+    if any(_fits(row) for row in rows):
+        return True
+    if any(row["recipe"] == "plain" and row["problem"] == "hbm" for row in rows):
+        return False
+    return estimated_gib(model, generation, topology, 1) <= usable_gib(generation) * (1 + FORMULA_ERROR)
+
+
+def smallest_topology(model: str, generation: str) -> str:
+    """The smallest slice of a generation that a model fits on, "" when there is none."""
+    return next((name for name in topologies(generation) if can_fit(model, generation, name)), "")
+
+
+def _rows(model: str, generation: str, topology: str, num_slices: int | None = None) -> list[dict[str, str]]:
+    model = MODELS[model].get("plans_of", model)
+    return [
+        row
+        for row in COMPILED
+        if (row["model"], row["generation"], row["topology"]) == (model, generation, topology)
+        and num_slices in (None, int(row["num_slices"]))
+    ]
+
+
+def _fits(row: dict[str, str]) -> bool:
+    return not row["problem"] and float(row["hbm_gib"]) <= usable_gib(row["generation"])
 
 
 def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Plan:
-    """The tuned plan of this job, or the plain one when none is known."""
+    """The best plan of this job: compiled for it, else for the largest smaller slice, else the plain one."""
+    sizes = topologies(generation)
+    for size in reversed(sizes[: sizes.index(topology) + 1]):
+        for slices in dict.fromkeys((num_slices, 1)):
+            rows = [row for row in _rows(model, generation, size, slices) if _fits(row)]
+            if size != topology or slices != num_slices:
+                # What fits one slice fits a larger one, whose devices hold less of the state; the gain is not known.
+                rows = [row for row in rows if row["recipe"] != "plain"]
+            if rows:
+                best = max(rows, key=lambda row: float(row["tokens_per_second"]))
+                return _plan(best, exact=size == topology and slices == num_slices)
     plain = PLANS["plain"]
-    for plan in PLANS["plan"]:
-        if (
-            model in plan["models"]
-            and plan["generation"] == generation
-            and plan["topology"] == topology
-            and plan["num_slices"] == num_slices
-        ):
-            return Plan(
-                plan["sequence_length"],
-                plan["per_device_batch_size"],
-                plan["ici_parallelism"],
-                plan["settings"],
-                plan["flags"],
-                " ".join(plan["source"].split()),
-                True,
-            )
+    gib = estimated_gib(model, generation, topology, plain["per_device_batch_size"])
+    limit = GENERATIONS[generation]["hbm_gib_per_device"]
     return Plan(
         plain["sequence_length"],
         plain["per_device_batch_size"],
         "fsdp=-1",
         {},
         [],
-        plain["source"],
+        f"{plain['source']}. Not compiled for this slice: a closed formula puts it at {gib:.1f} of {limit:g} GiB a "
+        "device; `make preflight` tells",
         False,
+        False,
+        gib,
+        0,
+    )
+
+
+def _plan(row: dict[str, str], exact: bool) -> Plan:
+    """The plan that a row of the table stands for; `exact` when the row is of the very job."""
+    shape = slice_of(row["generation"], row["topology"])
+    batch = float(row["per_device_batch_size"])
+    slices = "" if row["num_slices"] == "1" else f"{row['num_slices']} x "
+    source = (
+        f"Compiled for {slices}{shape.compile_topology} with libtpu {row['libtpu']}, {row['date']}: "
+        f"{float(row['hbm_gib']):.1f} of {shape.hbm_gib_per_device:g} GiB a device. By the compiler's cycles "
+        f"{row['tokens_per_second']} tokens/s a device, {float(row['mfu']):.1%} MFU: an estimate, not a measurement"
+    )
+    if not exact:
+        source += ". Not compiled for this run's slices: `make preflight` tells"
+    return Plan(
+        int(row["sequence_length"]),
+        int(batch) if batch.is_integer() else batch,
+        "fsdp=-1",
+        recipe_settings(row["recipe"]),
+        recipe_flags(row["recipe"], row["generation"]),
+        source,
+        row["recipe"] != "plain",
+        exact,
+        float(row["hbm_gib"]),
+        int(row["tokens_per_second"]) if exact else 0,
     )
 
 
@@ -217,14 +363,11 @@ def run_plan(
     else:
         number = float(per_device_batch_size)
         batch = int(number) if number.is_integer() else number
-    chosen = plan._replace(
-        sequence_length=sequence,
-        per_device_batch_size=batch,
-        ici_parallelism=ici_parallelism,
-    )
-    if plan.tuned and chosen != plan:
-        return chosen._replace(settings={}, flags=[], source=PLANS["plain"]["source"], tuned=False)
-    return chosen
+    if (sequence, batch, ici_parallelism) == plan[:3]:
+        return plan
+    gib = estimated_gib(model, generation, topology, batch, sequence)
+    source = f"{PLANS['plain']['source']}. Not compiled for these answers: `make preflight` tells whether they fit"
+    return Plan(sequence, batch, ici_parallelism, {}, [], source, False, False, gib, 0)
 
 
 def tokenizer_of(model: str, dataset_type: str) -> str:

@@ -92,13 +92,27 @@ def topology_choices(generation: str) -> list[list[str]]:
     return choices
 
 
-def model_choices() -> list[list[str]]:
-    """[label, value] of each model offered."""
+def model_choices(generation: str, topology: str) -> list[list[str]]:
+    """[label, value] of each model that fits on a slice, with what its plan gives."""
     kinds = {"dense": "dense", "moe": "mixture of experts", "mla": "MLA with experts"}
-    return [
-        [f"{name:<17} {record['parameters_b']:>6.1f} B  {kinds[record['kind']]}", name]
-        for name, record in facts.MODELS.items()
-    ]
+    limit = facts.GENERATIONS[generation]["hbm_gib_per_device"]
+    choices = []
+    for name, record in facts.MODELS.items():
+        if not facts.can_fit(name, generation, topology):
+            continue
+        plan = facts.plan_for(name, generation, topology, 1)
+        told = f"{plan.hbm_gib:.1f} of {limit:g} GiB a device"
+        told += f", {plan.tokens_per_second} tokens/s by the compiler" if plan.compiled else ", estimated"
+        choices.append([f"{name:<17} {record['parameters_b']:>6.1f} B  {kinds[record['kind']]:<18}  {told}", name])
+    return choices
+
+
+def default_model(generation: str, topology: str) -> str:
+    """The tutorial's model where it fits, else the largest that does."""
+    fits = [name for name in facts.MODELS if facts.can_fit(name, generation, topology)]
+    if "llama3-8b" in fits:
+        return "llama3-8b"
+    return max(fits, key=lambda name: float(facts.MODELS[name]["parameters_b"]))
 
 
 @pass_context
@@ -174,6 +188,7 @@ class Questionnaire(ContextHook):
         super().__init__(environment)
         environment.globals.update(
             capacities=facts.capacities,
+            default_model=default_model,
             default_topology=lambda generation: facts.GENERATIONS[generation]["default_topology"],
             derive=derive,
             generations=lambda: list(facts.GENERATIONS),

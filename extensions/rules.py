@@ -209,9 +209,23 @@ def zone(value: Any, answers: Answers) -> str:
 
 
 def model(value: Any, answers: Answers) -> str:
-    """A MaxText model whose pre-training makes sense."""
+    """A MaxText model whose pre-training makes sense, and whose training fits into the slice's HBM."""
     why = facts.MODELS_LEFT_OUT.get(value, "") if isinstance(value, str) else ""
-    return _choice("model", value, list(facts.MODELS), f" ({why})" if why else "")
+    if problem := _choice("model", value, list(facts.MODELS), f" ({why})" if why else ""):
+        return problem
+    generation, topology = answers["generation"], answers["topology"]
+    if generation not in facts.GENERATIONS or topology not in facts.topologies(generation):
+        raise KeyError("topology")
+    if facts.can_fit(value, generation, topology):
+        return ""
+    needs = facts.estimated_gib(value, generation, topology, 1)
+    smallest = {name: facts.smallest_topology(value, name) for name in facts.GENERATIONS}
+    works = ", ".join(f"{name} {size}" for name, size in smallest.items() if size)
+    return (
+        f"model: {value} does not fit on one {generation} {topology} slice: it takes about {needs:.0f} GiB a device "
+        f"and there are {facts.GENERATIONS[generation]['hbm_gib_per_device']:g}. "
+        f"Smallest that fits: {smallest[generation] or f'none of {generation}'} (over all generations: {works})"
+    )
 
 
 def bucket(value: Any, answers: Answers) -> str:

@@ -39,6 +39,17 @@ def test_kind_vocabulary_and_experts_are_those_of_maxtext(questionnaire: ModuleT
         kind = "mla" if settings.get("attention_type") == "mla" else "moe" if experts > 1 else "dense"
         assert (record["kind"], record["vocab_size"]) == (kind, settings["vocab_size"]), name
         assert record.get("experts", 1) == experts, name
+        mla = kind == "mla"
+        head = settings["v_head_dim"] if mla else settings.get("head_dim", 128)
+        dimensions = (settings["base_num_decoder_layers"], settings["base_emb_dim"], settings["base_num_query_heads"])
+        assert (record["layers"], record["emb_dim"], record["attention_dim"] // head) == dimensions, name
+
+
+def test_models_that_share_plans_are_the_same_to_the_compiler(questionnaire: ModuleType, maxtext: Path) -> None:
+    files = model_files(maxtext)
+    for name, record in questionnaire.facts.MODELS.items():
+        if other := record.get("plans_of"):
+            assert files[name] == files[other], name
 
 
 def test_every_tokenizer_is_in_the_wheel_or_is_a_hugging_face_id(questionnaire: ModuleType, maxtext: Path) -> None:
@@ -86,10 +97,10 @@ print(json.dumps(answers, default=str))
 JOBS: list[dict[str, Any]] = [
     {},
     {"generation": "v5p", "num_slices": 2, "dcn_parallelism": "fsdp=2"},
-    {"generation": "tpu7x", "model": "deepseek3-671b", "topology": "4x4x4", "ici_parallelism": "fsdp=64,expert=2"},
+    {"generation": "tpu7x", "model": "gpt-oss-120b", "topology": "4x4x4", "ici_parallelism": "fsdp=64,expert=2"},
     {"generation": "v5e", "topology": "2x4", "model": "qwen3-0.6b", "ici_parallelism": "data=2,fsdp=2,tensor=2"},
     {"ici_parallelism": "fsdp=8,tensor=2", "per_device_batch_size": "0.5", "sequence_length": "8192"},
-    {"model": "mixtral-8x7b", "ici_parallelism": "fsdp=-1,expert=8"},
+    {"topology": "4x8", "model": "mixtral-8x7b", "ici_parallelism": "fsdp=-1,expert=8"},
     {"model": "gemma3-4b", "dataset_type": "hf", "dataset_path": "allenai/c4/en"},
     {"dataset_type": "hf", "dataset_path": "gs://my-bucket/c4/*.parquet", "tokenizer": "NousResearch/Llama-3"},
     {"dataset_type": "grain", "dataset_path": "/data/c4/*.parquet"},
@@ -101,9 +112,16 @@ JOBS: list[dict[str, Any]] = [
 def by_model(
     tmp_path_factory: pytest.TempPathFactory, questionnaire: ModuleType, in_process: Callable[..., Path]
 ) -> dict[str, Path]:
-    """A rendered project for every model."""
+    """A rendered project for every model, on the first slice of these generations that it fits."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: in_process(folder / name, model=name) for name in questionnaire.facts.MODELS}
+    facts = questionnaire.facts
+    projects = {}
+    for name in facts.MODELS:
+        sizes = {generation: facts.smallest_topology(name, generation) for generation in ("v6e", "v5p")}
+        generation = next(generation for generation, size in sizes.items() if size)
+        answers = {"generation": generation, "topology": sizes[generation], "model": name}
+        projects[name] = in_process(folder / name, **answers)
+    return projects
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 1500
 KINDS: dict[str, dict[str, Any]] = {
     "multi-host": {},
     # Multi-head latent attention, and experts after dense layers.
-    "single-host": {"generation": "v5e", "topology": "2x2", "model": "deepseek2-16b"},
+    "single-host": {"generation": "v5p", "topology": "2x2x1", "model": "deepseek2-16b"},
     "multi-slice": {"generation": "v5p", "topology": "2x2x2", "num_slices": 2, "model": "gemma3-4b"},
     "moe": {"generation": "tpu7x", "topology": "2x2x2", "model": "qwen3-30b-a3b"},
 }

@@ -27,10 +27,22 @@ DATASETS = {
 }
 
 
+def slices_for(generation: str, hosts: str, model: str) -> list[str]:
+    """Topologies of one or several hosts on which a model fits."""
+    return [
+        name
+        for name in facts.topologies(generation)
+        if facts.slice_of(generation, name).multi_host == (hosts == "several")
+        and facts.can_fit(model, generation, name)
+    ]
+
+
 def possible(row: list[Any]) -> bool:
     """Combinations that the questionnaire refuses are tested in test_rules.py."""
-    named = dict(zip(("generation", "hosts", "slices", "capacity"), row, strict=False))
+    named = dict(zip(("generation", "hosts", "slices", "capacity", "mode", "model"), row, strict=False))
     if named.get("slices", 1) > 1 and named["hosts"] == "one":
+        return False
+    if "model" in named and not slices_for(named["generation"], named["hosts"], named["model"]):
         return False
     return named.get("capacity", "spot") in facts.capacities(named["generation"])
 
@@ -40,13 +52,7 @@ def matrix() -> Iterator[dict[str, Any]]:
     model and dataset, with the topologies of a generation taken in turn; then the topologies that
     were not reached.
     """
-    shapes = {
-        (name, hosts): itertools.cycle(
-            [t for t in facts.topologies(name) if facts.slice_of(name, t).multi_host == (hosts == "several")]
-        )
-        for name in facts.GENERATIONS
-        for hosts in ("one", "several")
-    }
+    turns = itertools.count()
     pairs = AllPairs(
         [
             list(facts.GENERATIONS),
@@ -59,15 +65,24 @@ def matrix() -> Iterator[dict[str, Any]]:
         ],
         filter_func=possible,
     )
+    # Where a filter stands in its way, the library leaves pairs out.
     left = {(name, topology) for name in facts.GENERATIONS for topology in facts.topologies(name)}
-    # Where a filter stands in its way, the library leaves a few pairs out.
-    models = set(itertools.product(facts.GENERATIONS, facts.MODELS))
-    for generation, hosts, slices, capacity, mode, model, dataset in pairs:
-        topology = next(shapes[generation, hosts])
+    of_model: dict[str, dict[str, set[Any]]] = {
+        name: {
+            "generation": {generation for generation in facts.GENERATIONS if facts.smallest_topology(name, generation)},
+            "capacity": set(facts.capacities("v6e")),
+            "mode": set(CONFIG["cluster_mode"]["choices"]),
+            "dataset": set(DATASETS),
+        }
+        for name in facts.MODELS
+    }
+
+    def job(generation: str, topology: str, slices: int, capacity: str, mode: str, model: str, dataset: str) -> Any:
         left.discard((generation, topology))
-        models.discard((generation, model))
+        for name, value in (("generation", generation), ("capacity", capacity), ("mode", mode), ("dataset", dataset)):
+            of_model[model][name].discard(value)
         path, form = DATASETS[dataset]
-        yield {
+        return {
             "generation": generation,
             "topology": topology,
             "num_slices": slices,
@@ -79,8 +94,25 @@ def matrix() -> Iterator[dict[str, Any]]:
             "dataset_path": path,
             "dataset_format": form,
         }
-    for generation, model in sorted(models):
-        yield {"generation": generation, "model": model}
+
+    for generation, hosts, slices, capacity, mode, model, dataset in pairs:
+        topologies = slices_for(generation, hosts, model)
+        yield job(generation, topologies[next(turns) % len(topologies)], slices, capacity, mode, model, dataset)
+    for model, missing in of_model.items():
+        while any(missing.values()):
+            capacity = min(missing["capacity"], default="on-demand")
+            fits = [
+                name
+                for name in facts.GENERATIONS
+                if facts.smallest_topology(model, name) and capacity in facts.capacities(name)
+            ]
+            generation = min(missing["generation"] & set(fits), default=None)
+            if generation is None and not missing["capacity"]:
+                generation = min(missing["generation"], default=None)
+            generation = generation or fits[0]
+            mode, dataset = min(missing["mode"], default="standard"), min(missing["dataset"], default="synthetic")
+            topology = facts.smallest_topology(model, generation)
+            yield job(generation, topology, 1, capacity, mode, model, dataset)
     for generation, topology in sorted(left):
         yield {"generation": generation, "topology": topology}
 
@@ -135,8 +167,7 @@ def assert_agrees(project: Path, job: dict[str, Any]) -> None:
 
     flags = [line for line in (project / "config/libtpu.flags").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"--xla_[a-z0-9_]+=[A-Za-z0-9_]+", flag) for flag in flags)
-    tuned = train.get("remat_policy") == "custom"
-    assert bool(flags) == tuned
+    assert bool(flags) == ("remat_policy" in train)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=[" ".join(map(str, job.values())) for job in JOBS])
@@ -163,12 +194,14 @@ def test_the_matrix_has_every_choice_of_every_question() -> None:
     for a, b in itertools.combinations(["generation", "capacity", "cluster_mode", "model", "dataset_type"], 2):
         pairs = {(job[a], job[b]) for job in JOBS if a in job and b in job}
         impossible = {("v4", "flex-start")} if (a, b) == ("generation", "capacity") else set()
+        if (a, b) == ("generation", "model"):
+            impossible = {(g, m) for g in facts.GENERATIONS for m in facts.MODELS if not facts.smallest_topology(m, g)}
         assert pairs >= set(itertools.product(seen[a], seen[b])) - impossible, (a, b)
 
 
 WHOLE: list[dict[str, Any]] = [
     {},
-    {"generation": "v4", "num_slices": 2, "capacity": "spot", "model": "mixtral-8x7b"},
+    {"generation": "v4", "topology": "2x4x4", "num_slices": 2, "capacity": "spot", "model": "mixtral-8x7b"},
     {"generation": "v5e", "topology": "2x4", "cluster_mode": "autopilot", "model": "qwen3-0.6b"},
     {
         "generation": "v5p",
@@ -176,8 +209,8 @@ WHOLE: list[dict[str, Any]] = [
         "capacity": "reservation",
         "reservation": "projects/my-own/reservations/r-1",
     },
-    {"topology": "1x1", "model": "gemma-2b", "dataset_type": "hf", "dataset_path": "allenai/c4/en"},
-    {"generation": "tpu7x", "capacity": "flex-start", "model": "deepseek3-671b", "topology": "4x4x4"},
+    {"topology": "1x1", "model": "qwen3-1.7b", "dataset_type": "hf", "dataset_path": "allenai/c4/en"},
+    {"generation": "tpu7x", "capacity": "flex-start", "model": "gpt-oss-120b", "topology": "4x4x4"},
     {"generation": "tpu7x", "num_slices": 3, "cluster_mode": "autopilot", "project_id": "example.com:my-project"},
 ]
 
@@ -261,28 +294,69 @@ def test_tuned_settings_are_used_only_with_the_answers_that_they_were_tuned_for(
         {"sequence_length": "2048"},
         {"per_device_batch_size": "5"},
         {"ici_parallelism": "fsdp=4,tensor=4"},
-        {"topology": "4x8"},
-        {"num_slices": 2},
-        {"model": "llama3-70b"},
-        {"generation": "v5e"},
     ]
-    for index, change in enumerate([{}, {"per_device_batch_size": "6", "sequence_length": "4096"}, *changes]):
+    plan = facts.plan_for("llama3-8b", "v6e", "4x4", 1)
+    own = {"per_device_batch_size": str(plan.per_device_batch_size), "sequence_length": str(plan.sequence_length)}
+    for index, change in enumerate([{}, own, *changes]):
         project = in_process(tmp_path / str(index), **change)
-        train = yaml.safe_load((project / "config/train.yml").read_text())
+        text = (project / "config/train.yml").read_text()
+        train = yaml.safe_load(text)
         tuned = change not in changes
-        assert ("sa_block_kv_dkv" in train) == tuned, change
+        assert ("remat_policy" in train) == tuned, change
         assert ("--xla" in (project / "config/libtpu.flags").read_text()) == tuned, change
+        assert ("Compiled for v6e-16" in text) == tuned, change
         if tuned:
-            assert (train["per_device_batch_size"], train["max_target_length"]) == (6, 4096)
+            assert (train["per_device_batch_size"], train["max_target_length"]) == plan[1::-1]
 
 
-def test_every_plan_is_for_a_slice_and_model_that_are_offered_and_fits_its_own_sequence() -> None:
-    for plan in facts.PLANS["plan"]:
-        shape = facts.slice_of(plan["generation"], plan["topology"])
-        assert set(plan["models"]) <= set(facts.MODELS)
-        assert facts.filled(facts.mesh(plan["ici_parallelism"]), shape.devices)
-        for key, value in plan["settings"].items():
+def test_a_larger_slice_takes_the_plan_of_a_smaller_one_and_says_so(in_process: Render, tmp_path: Path) -> None:
+    project = in_process(tmp_path / "p", topology="16x16")
+    text = (project / "config/train.yml").read_text()
+    assert "remat_policy" in yaml.safe_load(text)
+    assert "Not compiled for this run's slices: `make preflight` tells" in " ".join(text.replace("#", " ").split())
+
+
+def test_every_recipe_is_for_generations_that_exist_and_blocks_that_divide_the_sequence() -> None:
+    for group in facts.PLANS["flags"].values():
+        assert set(group["generations"]) <= set(facts.GENERATIONS)
+        assert len(group["flags"]) == len(set(group["flags"]))
+    for name, recipe in facts.PLANS["recipe"].items():
+        for key, value in recipe["settings"].items():
             if key.startswith("sa_block"):
-                assert plan["sequence_length"] % value == 0, key
-        assert plan["source"].strip()
-        assert len(plan["flags"]) == len(set(plan["flags"]))
+                assert facts.PLANS["plain"]["sequence_length"] % value == 0, (name, key)
+
+
+def test_the_table_of_plans_is_consistent() -> None:
+    """Every row is of a job that exists; what fits has all its figures and lies under the compiler's limit."""
+    assert facts.COMPILED
+    for row in facts.COMPILED:
+        assert tuple(row) == facts.COLUMNS
+        assert row["topology"] in facts.topologies(row["generation"]), row
+        assert row["recipe"] in facts.recipes_of(row["generation"]), row
+        assert row["model"] in facts.MODELS, row
+        if not row["problem"]:
+            assert 0 < float(row["hbm_gib"]) <= facts.GENERATIONS[row["generation"]]["hbm_gib_per_device"], row
+            assert float(row["tokens_per_second"]) > 0, row
+            assert 0 < float(row["mfu"]) < 1, row
+    keys = [tuple(row[name] for name in facts.COLUMNS[:7]) for row in facts.COMPILED]
+    assert len(keys) == len(set(keys))
+
+
+def test_every_offered_default_has_a_plan_that_fits_or_says_that_it_is_not_proven() -> None:
+    for generation, model in itertools.product(facts.GENERATIONS, facts.MODELS):
+        for topology in facts.topologies(generation):
+            if facts.can_fit(model, generation, topology):
+                plan = facts.plan_for(model, generation, topology, 1)
+                limit = facts.GENERATIONS[generation]["hbm_gib_per_device"]
+                assert plan.hbm_gib <= limit * (1 if plan.compiled else 1 + facts.FORMULA_ERROR)
+                assert plan.compiled or "make preflight" in plan.source
+
+
+def test_the_default_job_is_estimated_well_above_the_tutorial() -> None:
+    """Without offload to the host, whose memory the tutorial's pods limit."""
+    plan = facts.plan_for("llama3-8b", "v6e", "4x4", 1)
+    tutorial = facts.PLANS["tutorial"]
+    assert plan.compiled
+    assert plan.tokens_per_second >= 2.5 * tutorial["published"]
+    assert plan.tokens_per_second >= 2.4 * tutorial["estimated"]
+    assert "offload" not in plan.settings.values()

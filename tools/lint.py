@@ -41,6 +41,7 @@ def commands() -> list[tuple[str, list[str]]]:
     files = tracked_files()
     shell_scripts = [str(path) for path in files if is_shell_script(path)]
     workflows = [str(path) for path in files if path.parent.name == "workflows" and path.suffix == ".yml"]
+    of_the_runs_python = ["bench/job.py", "tests/small_models_program.py", "tools/plans.py"]
     of_the_run = [str(path) for path in files if path.parts[0] == "template" and path.suffix == ".py"]
     return [
         ("ruff", ["ruff", "check", "--quiet", "."]),
@@ -49,7 +50,7 @@ def commands() -> list[tuple[str, list[str]]]:
         # On its own, because the template has packages of the same names (tests) and runs on another Python.
         (
             "mypy template",
-            ["mypy", "--python-version", "3.12", "bench/job.py", "tests/small_models_program.py", *of_the_run],
+            ["mypy", "--python-version", "3.12", "--cache-dir=.mypy_cache/template", *of_the_runs_python, *of_the_run],
         ),
         ("yamllint", ["yamllint", "--strict", "."]),
         ("shellcheck", ["shellcheck", "--external-sources", "--source-path=SCRIPTDIR", *shell_scripts]),

@@ -144,6 +144,55 @@ The models of the pinned MaxText whose pre-training makes sense here, and the to
 {table(("Model", "Why"), *left_out)}"""
 
 
+def plans() -> str:
+    """The best plan of every job that was compiled, and what did not fit or did not compile."""
+
+    def size(row: dict[str, str]) -> str:
+        limit = FACTS.GENERATIONS[row["generation"]]["hbm_gib_per_device"]
+        return f"{row['hbm_gib'] or '?'} of {limit:g}"
+
+    def place(row: dict[str, str]) -> str:
+        many = "" if row["num_slices"] == "1" else f"{row['num_slices']} x "
+        return f"{many}{row['generation']} {row['topology']}"
+
+    best: dict[tuple[str, str], dict[str, str]] = {}
+    for row in FACTS.COMPILED:
+        key = row["model"], place(row)
+        fits = not row["problem"] and float(row["hbm_gib"]) <= FACTS.usable_gib(row["generation"])
+        if fits and (key not in best or int(row["tokens_per_second"]) > int(best[key]["tokens_per_second"])):
+            best[key] = row
+    fitting = [
+        (
+            code(model),
+            slice_name,
+            row["recipe"],
+            row["per_device_batch_size"],
+            size(row),
+            row["tokens_per_second"],
+            f"{float(row['mfu']):.1%}",
+            row["binds"],
+            row["libtpu"],
+        )
+        for (model, slice_name), row in sorted(best.items())
+    ]
+    failed = [
+        (code(row["model"]), place(row), row["recipe"], row["per_device_batch_size"], size(row), row["problem"])
+        for row in FACTS.COMPILED
+        if row["problem"]
+    ]
+    return f"""# Plans
+
+What the TPU compiler said, and what follows from its cycles: **estimates, not measurements**. The best plan of each
+job that was compiled; a larger slice of the generation takes it over until its own is compiled, and says so. HBM in GiB
+a JAX device, speed in tokens a second and device, sequences of {FACTS.PLANS["plain"]["sequence_length"]} tokens.
+`make plans` in the template's repository renews the table; `make preflight` in a generated one compiles its own job.
+
+{table(("Model", "Slice", "Recipe", "Batch", "HBM", "Tokens/s", "MFU", "Bound by", "libtpu"), *fitting)}
+## What does not fit or does not compile
+
+{table(("Model", "Slice", "Recipe", "Batch", "HBM needed", "Why"), *failed)}"""
+
+
 def targets() -> str:
     """The make targets of a generated repository and of this one."""
     here = TARGET.findall((ROOT / "Makefile").read_text())
@@ -172,7 +221,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail when something is stale, write nothing")
     check = parser.parse_args().check
     note = "<!-- Written by `make docs`; not to be edited. -->\n"
-    pages = {f"docs/reference/{page.__name__}.md": note + page() for page in [questions, slices, models, targets]}
+    pages = {
+        f"docs/reference/{page.__name__}.md": note + page() for page in [questions, slices, models, plans, targets]
+    }
     stale = []
     for name, text in {**pages, "README.md": readme()}.items():
         path = ROOT / name

@@ -236,7 +236,7 @@ class Change:
 
 def _round(size: float) -> int:
     """Return the largest whole number up to `size` of three binary digits, then zeros: sizes that compile well."""
-    unit = 2 ** max(0, int(size).bit_length() - 3)
+    unit = 1 << max(0, int(size).bit_length() - 3)
     return int(size) // unit * unit
 
 

@@ -1,0 +1,266 @@
+"""Sweep the plans: compile every tuned configuration that may be the best for a job, and keep what the compiler says.
+
+    python tools/plans.py [--only PATTERN] [--hours H] [--list]
+
+For each job of JOBS, in their order, each recipe of extensions/plans.toml is compiled for the largest batch that the
+closed formula lets hope for, then for smaller or larger ones until the best is found. Each compile adds a row to
+extensions/plans.csv at once, so a sweep can be ended and started again; a row that is there is not compiled again. The
+end says what was not reached. To be run with the Python of a generated repository (`make plans`).
+"""
+
+import argparse
+import csv
+import datetime
+import fnmatch
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "template")]
+
+from ops import compile_step, estimate, libtpu  # noqa: E402
+
+from extensions import facts  # noqa: E402
+
+TABLE = ROOT / "extensions" / "plans.csv"
+FOLDER = ROOT / "build" / "plans"
+# Compiles of one recipe for one job: a first guess, and two to correct it.
+TRIES = 3
+TIMEOUT_SECONDS = 3600
+
+_SMALL = ["llama3-8b", "mistral-7b", "qwen3-8b", "gemma3-4b", "qwen3-4b", "qwen3-0.6b"]
+_MIDDLE = ["qwen3-14b", "gemma3-12b", "qwen3-32b", "gemma3-27b", "llama3-70b"]
+_EXPERTS = ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek2-16b", "mixtral-8x7b"]
+_ALL = _SMALL + _MIDDLE + _EXPERTS
+# Models, generation, topologies, slices. First one slice of each generation for each model, the smallest on which it
+# fits; a larger slice takes that one's plan until its own is compiled.
+JOBS: list[tuple[list[str], str, list[str], int]] = [
+    (["llama3-8b"], "v6e", ["4x4"], 1),
+    (_SMALL, "v6e", ["4x4"], 1),
+    (_MIDDLE + _EXPERTS, "v6e", ["4x4", "4x8", "8x8"], 1),
+    (_ALL, "v5p", ["2x2x2", "2x2x4"], 1),
+    (_ALL, "v5e", ["4x4", "8x8", "8x16", "16x16"], 1),
+    (_ALL, "tpu7x", ["2x2x1", "2x2x2"], 1),
+    (_ALL, "v4", ["2x2x2", "2x4x4"], 1),
+    (["llama3-8b"], "v6e", ["4x4"], 2),
+    (_ALL, "v6e", ["2x4", "4x8", "8x8", "8x16"], 1),
+    (_ALL, "v5p", ["4x4x4"], 1),
+    (_ALL, "tpu7x", ["4x4x4"], 1),
+    (["llama3.1-405b"], "v5p", ["8x8x8"], 1),
+]
+
+
+class Job(NamedTuple):
+    """One model on one set of slices."""
+
+    model: str
+    generation: str
+    topology: str
+    num_slices: int
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.num_slices} x {self.generation} {self.topology}"
+
+
+def jobs() -> Iterator[Job]:
+    """Every job once: of each entry of JOBS the first slice on which a model fits, then the other slices."""
+    seen = set()
+    for first in (True, False):
+        for models, generation, topologies, num_slices in JOBS:
+            for model in models:
+                fitting = [name for name in topologies if facts.can_fit(model, generation, name)]
+                for topology in fitting[:1] if first else fitting[1:]:
+                    job = Job(model, generation, topology, num_slices)
+                    if job not in seen:
+                        seen.add(job)
+                        yield job
+
+
+def hardware(job: Job) -> estimate.Hardware:
+    """What the estimate has to know of one device."""
+    shape = facts.slice_of(job.generation, job.topology)
+    return estimate.Hardware(
+        generation=job.generation,
+        peak_tflops=shape.peak_tflops_per_device,
+        hbm_gib=shape.hbm_gib_per_device,
+        hbm_gbps=shape.hbm_gbps_per_device,
+        ici_link_gbps=shape.ici_link_gbps,
+        dcn_gbps_per_chip=shape.dcn_gbps_per_chip,
+        clock_ghz=shape.clock_ghz,
+        devices_per_chip=shape.devices // shape.chips,
+    )
+
+
+def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
+    """Compile one configuration and return its row of the table."""
+    plain = facts.PLANS["plain"]
+    shape = facts.slice_of(job.generation, job.topology)
+    settings = facts.recipe_settings(recipe)
+    values = {
+        "base_config": "base.yml",
+        "run_name": "plan",
+        "base_output_directory": "/tmp/plan",
+        "dataset_type": "synthetic",
+        "hardware": "tpu",
+        "jax_cache_dir": "",
+        "model_name": job.model,
+        "max_target_length": plain["sequence_length"],
+        "per_device_batch_size": batch,
+        "ici_fsdp_parallelism": -1,
+        "dcn_data_parallelism": -1,
+        **facts.MODELS[job.model].get("settings", {}),
+        **settings,
+    }
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    config = FOLDER / "plan.yml"
+    config.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in values.items()), encoding="utf-8")
+    request = compile_step.Request(
+        config=str(config),
+        overrides=(),
+        flags=tuple(facts.recipe_flags(recipe, job.generation)),
+        compile_topology=shape.compile_topology,
+        num_slices=job.num_slices,
+    )
+    began = time.monotonic()
+    answer = compile_step.compile(request, FOLDER / "compile", timeout=TIMEOUT_SECONDS)
+    row = {
+        "model": job.model,
+        "generation": job.generation,
+        "topology": job.topology,
+        "num_slices": str(job.num_slices),
+        "recipe": recipe,
+        "sequence_length": str(plain["sequence_length"]),
+        "per_device_batch_size": f"{batch:g}",
+        **dict.fromkeys(("hbm_gib", "step_seconds", "tokens_per_second", "mfu", "binds", "problem"), ""),
+        **{name: libtpu.versions()[name] for name in ("libtpu", "maxtext")},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "compile_seconds": f"{time.monotonic() - began:.0f}",
+    }
+    if isinstance(answer, compile_step.Failure):
+        needed = f"{answer.needed_gib:.2f}" if answer.needed_gib else ""
+        return row | {"problem": answer.kind if answer.kind == "hbm" else answer.message[:200], "hbm_gib": needed}
+    size = answer.memory.total / 2**30
+    if size > shape.hbm_gib_per_device:  # compiles, but the runtime could not allocate it
+        return row | {"problem": "hbm", "hbm_gib": f"{size:.2f}"}
+    guess = estimate.estimate(answer, hardware(job))
+    return row | {
+        "hbm_gib": f"{size:.2f}",
+        "step_seconds": f"{guess.step:.3f}",
+        "tokens_per_second": f"{guess.tokens_per_second:.0f}",
+        "mfu": f"{guess.mfu:.3f}",
+        "binds": guess.binds,
+    }
+
+
+def add(row: dict[str, str]) -> None:
+    """Append one row to the table, with its header when it is new."""
+    new = not TABLE.exists()
+    with TABLE.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(facts.COLUMNS), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def known(job: Job, recipe: str) -> dict[float, dict[str, str]]:
+    """Rows of this job and recipe that this compiler made, by batch."""
+    if not TABLE.exists():
+        return {}
+    versions = libtpu.versions()
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        return {
+            float(row["per_device_batch_size"]): row
+            for row in csv.DictReader(file)
+            if (row["model"], row["generation"], row["topology"], int(row["num_slices"]), row["recipe"])
+            == (*job, recipe)
+            and row["libtpu"] == versions["libtpu"]
+            and row["maxtext"] == versions["maxtext"]
+        }
+
+
+def fitting(rows: dict[float, dict[str, str]]) -> list[float]:
+    """The batches that fit with headroom."""
+    return [
+        batch
+        for batch, row in rows.items()
+        if not row["problem"] and float(row["hbm_gib"]) <= facts.usable_gib(row["generation"])
+    ]
+
+
+def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]]) -> float | None:
+    """Return the batch to compile next, None when the best one is found or nothing is left to try.
+
+    The largest whole batch that fits is taken for the best: fixed costs are shared by more tokens.
+    """
+    limit = facts.usable_gib(job.generation)
+    fits = fitting(rows)
+    if any(row["problem"] not in ("", "hbm") for row in rows.values()):
+        return None  # another batch would not mend it
+    sizes = {batch: float(row["hbm_gib"]) for batch, row in rows.items() if row["hbm_gib"]}
+    fails = [batch for batch in rows if batch not in fits]
+    if recipe == "plain":  # what is left when no recipe fits
+        tuned = any(known(job, other) and fitting(known(job, other)) for other in facts.recipes_of(job.generation)[:-1])
+        return None if rows or tuned else facts.PLANS["plain"]["per_device_batch_size"]
+    if not rows:
+        guess = facts.largest_batch(job.model, job.generation, job.topology, recipe)
+        return guess or None
+    if len(rows) >= TRIES:
+        return None
+    low, high = max(fits, default=0.0), min(fails, default=math.inf)
+    if sizes:
+        # A straight line through what is known: the state alone takes its share at batch 0.
+        batch = max(sizes)
+        state = facts.state_gib(job.model, job.generation, job.topology)
+        guess = math.floor((limit - state) / max((sizes[batch] - state) / batch, 1e-3))
+    else:
+        guess = math.floor(high / 2)
+    guess = min(max(guess, low), high - 1, facts.LARGEST_BATCH)
+    return float(guess) if guess >= 1 and guess not in rows else None
+
+
+def sweep(pattern: str, only_recipe: str, hours: float) -> list[str]:
+    """Compile until all is known or the time is over; return what was not reached."""
+    ends = time.monotonic() + hours * 3600
+    missed = []
+    for job in jobs():
+        if not fnmatch.fnmatch(str(job), f"*{pattern}*"):
+            continue
+        for recipe in facts.recipes_of(job.generation):
+            if only_recipe not in ("", recipe):
+                continue
+            while (batch := next_batch(job, recipe, known(job, recipe))) is not None:
+                if time.monotonic() > ends:
+                    missed.append(f"{job}, {recipe}")
+                    break
+                row = compiled(job, recipe, batch)
+                add(row)
+                told = row["problem"] or f"{row['tokens_per_second']} tokens/s a device, MFU {row['mfu']}"
+                size = f"{row['hbm_gib'] or '?'} GiB"
+                print(f"{job}, {recipe}, batch {batch:g}: {size}, {told} ({row['compile_seconds']} s)", flush=True)
+    return missed
+
+
+def main() -> None:
+    """See the module's first lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="jobs that this pattern is in, e.g. 'llama3-8b on 1 x v6e'")
+    parser.add_argument("--recipe", default="", help="this recipe only")
+    parser.add_argument("--hours", type=float, default=math.inf, help="begin no compile after so many hours")
+    parser.add_argument("--list", action="store_true", help="list the jobs and what is known of them, compile nothing")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for job in jobs():
+            counts: dict[str, Any] = {recipe: len(known(job, recipe)) for recipe in facts.recipes_of(job.generation)}
+            print(f"{job!s:<44}", "  ".join(f"{recipe} {count}" for recipe, count in counts.items()))
+        return
+    missed: list[str] = sweep(arguments.only, arguments.recipe, arguments.hours)
+    print(f"{len(missed)} not reached" + "".join(f"\n  {one}" for one in missed))
+
+
+if __name__ == "__main__":
+    main()
