@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-START_SECONDS = 120
+START_SECONDS = 400  # beside a rehearsal on two cores
 
 # Prints what MaxText prints of each step. `hold=FILE` waits in the middle for the file, `code=N` is the exit code.
 PROGRAM = """

@@ -112,7 +112,7 @@ class Site:
 
     def await_object(self, kind: str, name: str = NAME) -> Object:
         """Wait until a command has made a Ray object."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             with contextlib.suppress(Exception):
                 return self.get(kind, name)
@@ -168,7 +168,7 @@ class Site:
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    printed, _ = process.communicate(timeout=180)
+    printed, _ = process.communicate(timeout=400)
     assert "Traceback" not in printed, printed
     return process.returncode, printed
 
@@ -363,7 +363,7 @@ def ray_head(run_python: Path) -> Iterator[RayHead]:
         yield started
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

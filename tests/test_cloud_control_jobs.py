@@ -61,7 +61,7 @@ def start(python: Path, repository: Path, code: str, *arguments: str) -> "subpro
 
 
 def end(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=400)
     assert "Traceback" not in printed
     return process.returncode, printed
 
@@ -81,7 +81,7 @@ def steps_in(repository: Path, submission_id: str) -> list[int]:
     return [int(step) for step in re.findall(r"^completed step: (\d+),", text, re.MULTILINE)]
 
 
-def wait_for(condition: "subprocess.Popen[str] | None", path: Path, text: str, seconds: float = 60) -> None:
+def wait_for(condition: "subprocess.Popen[str] | None", path: Path, text: str, seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < deadline, f"no '{text}' in {path}"
