@@ -420,7 +420,9 @@ def main() -> int:
     if wrong := [override for override in overrides if "=" not in override]:
         terminal.error(f"'{wrong[0]}' is no override: give key=value, e.g. per_device_batch_size=2")
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # As for a rehearsal: also in the background, where a shell has Ctrl-C ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         return preflight(config, overrides, force=arguments.force, keep=arguments.keep, search=not arguments.no_search)
     except (PreflightError, run_env.RunEnvError, FileNotFoundError) as error:

@@ -22,8 +22,8 @@ class UserError(Exception):
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command and exit with its code; 1 with one line for what the user can put right, 130 after Ctrl-C."""
-    # A polite kill and a closed terminal clean up like Ctrl-C.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # A polite kill and a closed terminal clean up like Ctrl-C, which a shell makes its background jobs ignore.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     try:
         code = main()
