@@ -122,7 +122,9 @@ class Renderer:
             if name not in given_answers and isinstance(value, str):
                 value = self.environment.from_string(value).render(**context)
             read: dict[str, Callable[[Any], Any]] = {"int": int, "str": str}
-            context[name] = read.get(question["type"], yaml.safe_load)(value)
+            if isinstance(value, str):  # a default may stand in copier.yml as what it is
+                value = read.get(question["type"], yaml.safe_load)(value)
+            context[name] = value
         return context
 
     def render(self, context: dict[str, Any]) -> None:
