@@ -5,14 +5,13 @@ Both are updated as a user does, in turn, from a git clone with two tags between
 """
 
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from rendering import empty_template, run, this_template
+from rendering import compare, empty_template, run, this_template
 
 ROUNDS = 5
 AIM = 2.5
@@ -118,11 +117,7 @@ def main() -> None:
                 took = copier("update", "--trust", "--defaults", "--quiet", copy)
                 if round_:  # the first fills the caches of Copier and of the file system
                     seconds[name].append(took)
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        for name, values in seconds.items():
-            print(f"{name:<16} {medians[name]:.3f} s median of {ROUNDS}, {min(values):.3f} to {max(values):.3f}")
-        ratio = medians["this template"] / medians["empty template"]
-        print(f"ratio            {ratio:.2f} (aim: at most {AIM})")
+        compare(seconds, AIM)
 
         found = []
         for number, edit in enumerate(EDITS):

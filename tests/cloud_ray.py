@@ -99,9 +99,9 @@ class RayHead:
 class Way:
     """A TCP port that leads to another one, until it is cut; `open` restores it on the same port."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, port: int = 0) -> None:
         self._target = target
-        self.port = free_port()
+        self.port = port or free_port()
         self._listener: socket.socket | None = None
         self._sockets: list[socket.socket] = []
         self.connections = 0

@@ -21,7 +21,7 @@ import pytest
 
 from tests.cloud_objects import NO_TPU_NODE, Object, head, unschedulable, worker
 from tests.cloud_ray import PROGRAM, RayHead, Way
-from tests.conftest import Render
+from tests.conftest import ROOT, Render
 from tests.control_plane import PROGRAMS, ControlPlane
 
 pytestmark = pytest.mark.cluster
@@ -29,33 +29,17 @@ pytestmark = pytest.mark.cluster
 NAME = "my-tpu-run"
 NAMESPACES = (f"control-{number}" for number in itertools.count())
 KUBECTL = """#!{python} -S
-import os, re, select, socket, sys, threading
+import os, signal, sys
 if "port-forward" not in sys.argv:
     os.execv({kubectl!r}, [{kubectl!r}, *sys.argv[1:]])
 local, _, remote = sys.argv[-1].partition(":")
 assert remote == "8265", sys.argv
-listener = socket.socket()
-listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-listener.bind(("127.0.0.1", int(local or 0)))
-listener.listen()
-print(f"Forwarding from 127.0.0.1:{{listener.getsockname()[1]}} -> 8265", flush=True)
+sys.path.insert(0, {root!r})
+from tests.cloud_ray import Way
+way = Way({port}, int(local or 0))
+print(f"Forwarding from 127.0.0.1:{{way.port}} -> 8265", flush=True)
 open({record!r}, "a").write(f"{{os.getpid()}}\\n")
-def pump(near, far):
-    try:
-        while True:
-            for readable in select.select([near, far], [], [])[0]:
-                data = readable.recv(65536)
-                if not data:
-                    return
-                (far if readable is near else near).sendall(data)
-    except OSError:
-        pass
-    finally:
-        near.close(), far.close()
-while True:
-    near, _ = listener.accept()
-    far = socket.create_connection(("127.0.0.1", {port}))
-    threading.Thread(target=pump, args=[near, far], daemon=True).start()
+signal.pause()
 """
 
 
@@ -74,7 +58,11 @@ class Site:
         binary.parent.mkdir(exist_ok=True)
         binary.write_text(
             KUBECTL.format(
-                python=sys.executable, kubectl=str(PROGRAMS / "kubectl"), record=str(self.forwards), port=port
+                python=sys.executable,
+                kubectl=str(PROGRAMS / "kubectl"),
+                record=str(self.forwards),
+                port=port,
+                root=str(ROOT),
             )
         )
         binary.chmod(0o755)
@@ -203,17 +191,19 @@ def test_make_cluster_waits_for_every_host_and_makes_the_token_once(site: Site) 
     assert site.api.request("GET", secret)["data"]["auth_token"] == first
 
 
-def test_make_cluster_ends_with_the_reason_when_waiting_is_of_no_use(site: Site) -> None:
-    process = site.start("cluster", POLL_SECONDS=0.5, LASTING_SECONDS=1)
+def no_host_comes(site: Site, why: str) -> None:
+    """Once there is a RayCluster: its head is ready, and the autoscaler cannot get a node for any host."""
     site.await_object("rayclusters")
     site.pod(head())
     for number in range(4):
         pod = site.pod(worker(number, **unschedulable(NO_TPU_NODE)))
-        site.event(
-            pod,
-            "FailedScaleUp",
-            "Node scale up in zones us-east5-b associated with this pod failed: GCE quota exceeded.",
-        )
+        failed = f"Node scale up in zones us-east5-b associated with this pod failed: {why}."
+        site.event(pod, "FailedScaleUp", failed)
+
+
+def test_make_cluster_ends_with_the_reason_when_waiting_is_of_no_use(site: Site) -> None:
+    process = site.start("cluster", POLL_SECONDS=0.5, LASTING_SECONDS=1)
+    no_host_comes(site, "GCE quota exceeded")
     code, printed = ended(process)
     assert code == 1
     assert "the hosts will not come by waiting:" in printed
@@ -223,15 +213,7 @@ def test_make_cluster_ends_with_the_reason_when_waiting_is_of_no_use(site: Site)
 
 def test_make_cluster_gives_up_after_its_time_and_says_what_it_waited_for(site: Site) -> None:
     process = site.start("cluster", "--wait=0.1", POLL_SECONDS=0.5)
-    site.await_object("rayclusters")
-    site.pod(head())
-    for number in range(4):
-        pod = site.pod(worker(number, **unschedulable(NO_TPU_NODE)))
-        site.event(
-            pod,
-            "FailedScaleUp",
-            "Node scale up in zones us-east5-b associated with this pod failed: GCE out of resources.",
-        )
+    no_host_comes(site, "GCE out of resources")
     code, printed = ended(process)
     assert code == 1
     assert "not all hosts came within 0.1 min (head ready, 0 of 4 hosts, 0 of 1 slices" in printed

@@ -11,19 +11,20 @@ import pytest
 
 from extensions import questionnaire as extension
 from tests.conftest import ROOT
-from tests.test_preflight_hlo import PLACES, RECORDED
+from tests.test_preflight_hlo import PLACES, RECORDED, told
 
 PROGRAM = """
 import dataclasses, json, sys
+from types import SimpleNamespace
 from ops import compile_step, estimate, hlo
-text, places, hardware, changes = json.load(sys.stdin)
+text, places, shape, changes = json.load(sys.stdin)
 places = [hlo.Place(slice, tuple(coordinates), core) for slice, coordinates, core in places]
 totals = dataclasses.replace(hlo.analyze(text, places, (False, False)), **changes)
 memory = compile_step.Memory(0, 0, 0, 0, 0, 0)
 result = compile_step.Result(memory, totals, 4096, 30.0, 0, {}, 16, {}, 0, 0, 0)
 again = compile_step.from_json(json.loads(json.dumps(compile_step.to_json(result))))
 assert again == result
-print(json.dumps(dataclasses.asdict(estimate.estimate(result, estimate.Hardware(**hardware)))))
+print(json.dumps(dataclasses.asdict(estimate.estimate(result, estimate.Hardware.of(SimpleNamespace(**shape))))))
 """
 
 
@@ -41,27 +42,7 @@ def recorded(layers: int) -> str:
 
 def estimate(generation: str = "v6e", layers: int = 4, **changes: Any) -> dict[str, Any]:
     shape = extension.facts.slice_of(generation, "4x4" if generation == "v6e" else "2x2x2")
-    hardware = {
-        "generation": generation,
-        "peak_tflops": shape.peak_tflops_per_device,
-        "hbm_gib": shape.hbm_gib_per_device,
-        "hbm_gbps": shape.hbm_gbps_per_device,
-        "ici_link_gbps": shape.ici_link_gbps,
-        "dcn_gbps_per_chip": shape.dcn_gbps_per_chip,
-        "clock_ghz": shape.clock_ghz,
-        "devices_per_chip": shape.devices // shape.chips,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT / "template",
-        input=json.dumps([recorded(layers), PLACES, hardware, changes]),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    return told(PROGRAM, recorded(layers), PLACES, shape._asdict(), changes)
 
 
 def test_attention_executes_the_blocks_that_touch_the_causal_triangle() -> None:

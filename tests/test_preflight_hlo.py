@@ -24,18 +24,23 @@ print(json.dumps(dataclasses.asdict(hlo.analyze(text, places, tuple(wrap)))))
 """
 
 
-def analyze(text: str, places: Any = (), wrap: Any = ()) -> dict[str, Any]:
+def told(program: str, *given: Any) -> dict[str, Any]:
+    """Run `program` with the template's ops; return what it prints for what it reads, both as JSON."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         cwd=ROOT / "template",
-        input=json.dumps([text, places, wrap]),
+        input=json.dumps(given),
         capture_output=True,
         text=True,
         check=True,
     )
-    totals = json.loads(done.stdout)
-    assert isinstance(totals, dict)
-    return totals
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def analyze(text: str, places: Any = (), wrap: Any = ()) -> dict[str, Any]:
+    return told(PROGRAM, text, places, wrap)
 
 
 @pytest.fixture(scope="module")

@@ -655,10 +655,10 @@ def uv() -> Path:
     return ROOT / found.stdout.strip()
 
 
-def make(project: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run make in a generated repository, with uv on PATH."""
+def with_uv(project: Path, command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a generated repository, with uv on PATH."""
     return subprocess.run(
-        ["make", "--no-print-directory", *arguments],
+        command,
         cwd=project,
         env=os.environ | {"PATH": f"{uv().parent}:{os.environ['PATH']}"} | environment,
         capture_output=True,
@@ -666,6 +666,11 @@ def make(project: Path, *arguments: str, **environment: str) -> "subprocess.Comp
         check=False,
         timeout=600,
     )
+
+
+def make(project: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run make in a generated repository, with uv on PATH."""
+    return with_uv(project, ["make", "--no-print-directory", *arguments], environment)
 
 
 @pytest.fixture
@@ -708,15 +713,7 @@ def run_step(job: str, step: str, project: Path, **environment: str) -> "subproc
     """Run the script of one step of the generated repository's template workflow as GitHub's runner does."""
     workflow = yaml.safe_load((ROOT / "template/.github/workflows/template.yml").read_text())
     (script,) = [one["run"] for one in workflow["jobs"][job]["steps"] if one.get("id") == step]
-    return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
-        cwd=project,
-        env=os.environ | {"PATH": f"{uv().parent}:{os.environ['PATH']}"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    return with_uv(project, ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script], environment)
 
 
 @pytest.mark.slow

@@ -81,21 +81,6 @@ def jobs() -> Iterator[Job]:
                         yield job
 
 
-def hardware(job: Job) -> estimate.Hardware:
-    """What the estimate has to know of one device."""
-    shape = facts.slice_of(job.generation, job.topology)
-    return estimate.Hardware(
-        generation=job.generation,
-        peak_tflops=shape.peak_tflops_per_device,
-        hbm_gib=shape.hbm_gib_per_device,
-        hbm_gbps=shape.hbm_gbps_per_device,
-        ici_link_gbps=shape.ici_link_gbps,
-        dcn_gbps_per_chip=shape.dcn_gbps_per_chip,
-        clock_ghz=shape.clock_ghz,
-        devices_per_chip=shape.devices // shape.chips,
-    )
-
-
 def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
     """Compile one configuration and return its row of the table."""
     plain = facts.PLANS["plain"]
@@ -147,7 +132,7 @@ def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
     size = answer.memory.total / 2**30
     if size > shape.hbm_gib_per_device:  # compiles, but the runtime could not allocate it
         return row | {"problem": "hbm", "hbm_gib": f"{size:.2f}"}
-    guess = estimate.estimate(answer, hardware(job))
+    guess = estimate.estimate(answer, estimate.Hardware.of(shape))
     return row | {
         "hbm_gib": f"{size:.2f}",
         "step_seconds": f"{guess.step:.3f}",

@@ -93,10 +93,7 @@ def ended(pod: Object) -> bool:
 
 def arrival(run: RunEnv, pods: list[Object]) -> tuple[int, str]:
     """Return how many hosts are ready, and the state of head and slices in a few words."""
-    ready = Counter(host.slice_name for host in hosts(pods) if host.ready)
-    whole = sum(count >= run.hosts_per_slice for count in ready.values())
-    head = any(is_ready(pod) for pod in pods if pod["metadata"].get("labels", {}).get("ray.io/node-type") == "head")
-    count = sum(ready.values())
+    head, count, whole = _ready(run, pods)
     text = (
         f"head {'ready' if head else 'not ready'}, {count} of {run.num_hosts} hosts, {whole} of {run.num_slices} slices"
     )
@@ -105,8 +102,14 @@ def arrival(run: RunEnv, pods: list[Object]) -> tuple[int, str]:
 
 def complete(run: RunEnv, pods: list[Object]) -> bool:
     """True when the head and every host of every slice are ready."""
-    _, text = arrival(run, pods)
-    return text == f"head ready, {run.num_hosts} of {run.num_hosts} hosts, {run.num_slices} of {run.num_slices} slices"
+    return _ready(run, pods) == (True, run.num_hosts, run.num_slices)
+
+
+def _ready(run: RunEnv, pods: list[Object]) -> tuple[bool, int, int]:
+    """Return whether the head is ready, how many hosts are, and how many slices have all of theirs."""
+    ready = Counter(host.slice_name for host in hosts(pods) if host.ready)
+    head = any(is_ready(pod) for pod in pods if pod["metadata"].get("labels", {}).get("ray.io/node-type") == "head")
+    return head, sum(ready.values()), sum(count >= run.hosts_per_slice for count in ready.values())
 
 
 def explain(run: RunEnv, seen: Seen, now: datetime | None = None) -> list[Reason]:

@@ -46,6 +46,20 @@ class Hardware:
     clock_ghz: float
     devices_per_chip: int
 
+    @classmethod
+    def of(cls, described: Any) -> "Hardware":
+        """Return the device that run.env describes; the tables that run.env comes from have the same names."""
+        return cls(
+            generation=described.generation,
+            peak_tflops=described.peak_tflops_per_device,
+            hbm_gib=described.hbm_gib_per_device,
+            hbm_gbps=described.hbm_gbps_per_device,
+            ici_link_gbps=described.ici_link_gbps,
+            dcn_gbps_per_chip=described.dcn_gbps_per_chip,
+            clock_ghz=described.clock_ghz,
+            devices_per_chip=described.devices_per_host // described.chips_per_host,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:

@@ -1,6 +1,7 @@
 """A port of the Ray head on this machine: `kubectl port-forward`, started again whenever it drops."""
 
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -35,6 +36,8 @@ class Forward:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> "Forward":
+        if not shutil.which("kubectl"):
+            raise UserError("kubectl is not installed: gcloud components install kubectl")
         threading.Thread(target=self._keep, daemon=True).start()
         if not self._up.wait(FIRST_SECONDS):
             self.close()

@@ -20,6 +20,8 @@ def rendered(folder: str) -> list[dict[str, Any]]:
         )
     except FileNotFoundError:
         raise UserError("kubectl is not installed: gcloud components install kubectl") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"kubectl kustomize k8s/{folder} did not end within 60 s: try it by hand") from None
     if done.returncode:
         raise UserError(f"k8s/{folder}: {done.stderr.strip()}")
     return list(yaml.safe_load_all(done.stdout.replace(f":{NOT_BUILT}", f":{tag()}")))

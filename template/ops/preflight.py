@@ -13,8 +13,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,22 +28,8 @@ CONFIG = ROOT / "config" / "train.yml"
 MAX_CHANGES = 3
 
 
-class PreflightError(Exception):
+class PreflightError(terminal.UserError):
     """Preflight cannot go on; the message says why and what to do."""
-
-
-def hardware_of(run: RunEnv) -> estimate.Hardware:
-    """Return what run.env says of one JAX device."""
-    return estimate.Hardware(
-        generation=run.generation,
-        peak_tflops=run.peak_tflops_per_device,
-        hbm_gib=run.hbm_gib_per_device,
-        hbm_gbps=run.hbm_gbps_per_device,
-        ici_link_gbps=run.ici_link_gbps,
-        dcn_gbps_per_chip=run.dcn_gbps_per_chip,
-        clock_ghz=run.clock_ghz,
-        devices_per_chip=run.devices_per_slice // run.chips_per_slice,
-    )
 
 
 def cache_key(request: Request, generation: str) -> str:
@@ -348,7 +332,7 @@ def preflight(config: Path, overrides: list[str], *, force: bool, keep: bool, se
     if isinstance(result, Failure) and result.kind != "hbm":
         raise PreflightError(_advice(run, result))
     if isinstance(result, Result) and fits(run, result):
-        found = estimate.estimate(result, hardware_of(run))
+        found = estimate.estimate(result, estimate.Hardware.of(run))
         report["figures"] = dataclasses.asdict(found)
         for line in table(run, result, found, int(settings.get("steps") or run.steps)):
             terminal.console.print(line)
@@ -377,7 +361,7 @@ def preflight(config: Path, overrides: list[str], *, force: bool, keep: bool, se
         terminal.notice("looking for changes that fit, by compiling them; --no-search leaves that out")
     changes = changes_that_fit(run, request, settings, result, compiler) if search else []
     for change in changes:
-        found = estimate.estimate(change.result, hardware_of(run))
+        found = estimate.estimate(change.result, estimate.Hardware.of(run))
         terminal.console.print(
             f"  fits in {change.result.memory.total / 2**30:.2f} GiB, "
             f"{found.tokens_per_second:,.0f} tokens/s/device:  {change.command}"
@@ -420,18 +404,12 @@ def main() -> int:
     if wrong := [override for override in overrides if "=" not in override]:
         terminal.error(f"'{wrong[0]}' is no override: give key=value, e.g. per_device_batch_size=2")
         return 2
-    # As for a rehearsal: also in the background, where a shell has Ctrl-C ignored.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
     try:
         return preflight(config, overrides, force=arguments.force, keep=arguments.keep, search=not arguments.no_search)
-    except (PreflightError, run_env.RunEnvError, FileNotFoundError) as error:
-        terminal.error(str(error))
-        return 1
     except KeyboardInterrupt:
         terminal.error("interrupted; the compile has been ended")
-        return 130
+        raise
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

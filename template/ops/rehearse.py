@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from ops import run_env, small_model, terminal, verdict
 from ops.peak_memory import PeakMemory
 from ops.rehearsed_start import RehearsalError, Start, Trainer, committed_steps
 from ops.run_env import ROOT, RunEnv
-from ops.simulated_slice import SimulatedSlices, SliceError
+from ops.simulated_slice import SimulatedSlices
 from ops.terminal import Check
 
 FOLDER = ROOT / "build" / "rehearsal"
@@ -246,18 +245,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make rehearse", description=__doc__)
     parser.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
     arguments = parser.parse_args()
-    # A polite kill cleans up like Ctrl-C, which a shell makes its background jobs ignore.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
     try:
         return 0 if rehearse(arguments.lose_worker) else 1
-    except (RehearsalError, SliceError, run_env.RunEnvError, FileNotFoundError) as error:
-        terminal.error(str(error))
-        return 1
     except KeyboardInterrupt:
         terminal.error("interrupted; everything that was started has been ended")
-        return 130
+        raise
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    terminal.run(main)

@@ -20,7 +20,7 @@ NO_DASHBOARD = "State API may be temporarily unavailable"
 SILENCE_SECONDS = 300  # a start that logs nothing for so long has hung
 
 
-class RehearsalError(Exception):
+class RehearsalError(terminal.UserError):
     """The rehearsal cannot go on; the message says why and what to do."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from ops.run_env import RunEnv
+from ops.terminal import UserError
 
 OBJECT_STORE_BYTES = 80 * 2**20  # the least Ray accepts; nothing of the training passes through it
 JOIN_SECONDS = 180
@@ -26,7 +27,7 @@ STOP_SECONDS = 10
 ATTEMPTS = 3  # to start a node: Ray gives it 30 s, whatever else the machine is doing
 
 
-class SliceError(RuntimeError):
+class SliceError(UserError):
     """The simulated hosts did not come up; the message says what to do."""
 
 

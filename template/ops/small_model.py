@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from ops.terminal import UserError
+
 SEQUENCE_LENGTH = 32
 STAND_IN_TOKENIZER = {"tokenizer_path": "tokenizer.llama2", "tokenizer_type": "sentencepiece"}
 STAND_IN_VOCABULARY = 32_000
@@ -43,7 +45,7 @@ def maxtext_folder() -> Path:
     """Return where the maxtext package lies, without importing it (that takes 20 s and more)."""
     spec = importlib.util.find_spec("maxtext")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the package maxtext is not installed here: run `make setup`")
+        raise UserError("the package maxtext is not installed here: run `make setup`")
     return Path(spec.origin).parent
 
 

@@ -9,6 +9,7 @@ from ops.kube import Kube
 from ops.run_env import RunEnv
 from ops.terminal import UserError
 
+GCLOUD_SECONDS = 1800  # removing a node pool drains its nodes first
 GONE_SECONDS = 600  # for pods to end: the hosts' grace periods, one after the other at worst
 
 
@@ -54,21 +55,26 @@ def remove_node_pools(run: RunEnv) -> None:
     for pool in pools:
         terminal.console.print(f"removing node pool {pool}")
         where = [f"--cluster={run.cluster_name}", f"--project={run.project_id}", f"--location={run.cluster_location}"]
-        try:
-            listed = gcloud(
-                "container", "node-pools", "list", *where, f"--filter=name~^{pool}$", "--format=value(name)"
-            )
-            if listed.strip():
-                gcloud("container", "node-pools", "delete", pool, *where, "--quiet")
-        except FileNotFoundError:
-            raise UserError("gcloud is not installed: cloud.google.com/sdk") from None
+        listed = gcloud("container", "node-pools", "list", *where, f"--filter=name~^{pool}$", "--format=value(name)")
+        if listed.strip():
+            gcloud("container", "node-pools", "delete", pool, *where, "--quiet")
 
 
 def gcloud(*arguments: str) -> str:
     """Run gcloud and return what it prints. Raises UserError with gcloud's own words."""
-    done = subprocess.run(["gcloud", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    what = f"gcloud {' '.join(arguments[:3])}"
+    try:
+        done = subprocess.run(
+            ["gcloud", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GCLOUD_SECONDS
+        )
+    except FileNotFoundError:
+        raise UserError("gcloud is not installed: cloud.google.com/sdk") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{what} did not end within {GCLOUD_SECONDS // 60} min; Google Cloud may go on with it: run this again"
+        ) from None
     if done.returncode:
-        raise UserError(f"gcloud {' '.join(arguments[:3])} failed: {done.stderr.strip()}")
+        raise UserError(f"{what} failed: {done.stderr.strip()}")
     return done.stdout
 
 
