@@ -34,8 +34,9 @@ pytest: .venv/synced ## Tests only
 	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-cluster: .venv/synced ## The manifests and the cloud commands against a real Kubernetes API server (needs Go; the first build takes 10 minutes)
+	@VENV=$(SHARED_VENV) ./template/setup.sh
 	@$(PYTHON) -m tests.control_plane
-	@$(PYTHON) -m pytest -m cluster $(PYTEST_ARGS)
+	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -m cluster $(PYTEST_ARGS)
 
 sweep: .venv/synced ## The long proofs: every model in small, every slice and capacity through gcloud
 	@VENV=$(SHARED_VENV) ./template/setup.sh
