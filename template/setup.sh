@@ -16,6 +16,7 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 lock=$here/requirements.lock
 venv=${VENV:-.venv}
 tools=${TOOLS:-.tools}
+case $tools in /*) ;; *) tools=$(pwd)/$tools ;; esac  # `lock` goes to another folder
 
 say() {
     printf 'setup: %s\n' "$*" >&2

@@ -61,11 +61,38 @@ def test_an_old_uv_is_passed_over_and_a_pinned_one_installed_beside_it(tmp_path:
     machine = os.environ | {"PATH": f"{tmp_path / 'programs'}:{os.environ['PATH']}"}
     result = setup(tmp_path, machine, "uv")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == ".tools/bin/uv"
+    assert result.stdout.strip() == str(tmp_path / ".tools/bin/uv")
     version = subprocess.run([tmp_path / ".tools/bin/uv", "--version"], capture_output=True, text=True, check=True)
     assert version.stdout.split()[1] in SETUP.read_text()
     again = setup(tmp_path, machine, "uv")
-    assert (again.stdout, again.stderr) == (".tools/bin/uv\n", "")
+    assert (again.stdout, again.stderr) == (result.stdout, "")
+
+
+def test_the_lock_is_written_with_a_uv_of_our_own_too(tmp_path: Path, machine: dict[str, str]) -> None:
+    repository = tmp_path / "repository"
+    (repository / "template").mkdir(parents=True)
+    for name in ["setup.sh", "requirements.in"]:
+        shutil.copy2(SETUP.parent / name, repository / "template")
+    # Writes where it is told to; what it would resolve is not this test's concern.
+    executable(
+        repository / ".tools/bin/uv",
+        """#!/bin/sh
+[ "$1" = --version ] && { echo "uv 0.10.0"; exit; }
+while [ $# -gt 0 ]; do [ "$1" = --output-file ] && echo locked >"$2"; shift; done
+echo jax==1.2.3
+""",
+    )
+    result = subprocess.run(
+        [repository / "template/setup.sh", "lock"],
+        cwd=repository,
+        env=machine,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert (repository / "template/requirements.lock").read_text() == "locked\n"
 
 
 def finds_no_python(folder: Path) -> None:
