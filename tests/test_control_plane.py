@@ -1,11 +1,13 @@
-"""The manifests against a real API server with strict field validation.
+"""Every manifest that the questionnaire can emit, taken by a real API server with strict field validation.
 
 `make test-cluster` runs these: see tests/control_plane.py.
 """
 
 import copy
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
+from copier import run_copy
 
+from extensions import questionnaire as extension
 from tests.cloud_support import run_env, variant
 from tests.conftest import ROOT
 from tests.control_plane import (
@@ -30,7 +34,62 @@ from tests.control_plane import (
 )
 
 pytestmark = pytest.mark.cluster
+facts = extension.facts
 KUBECTL = PROGRAMS / "kubectl"
+MODES = yaml.safe_load((ROOT / "copier.yml").read_text())["cluster_mode"]["choices"]
+RESERVATIONS = [
+    "mine",
+    "projects/other-project/reservations/theirs/reservationBlocks/block-1/reservationSubBlocks/sub-1",
+]
+# KubeRay got authOptions with 1.5.
+FOLDERS_SINCE_1_5 = {"job-token"}
+
+
+def matrix() -> Iterator[dict[str, Any]]:
+    """Each generation with each capacity, mode, one slice and two, and one host where that is a shape of its own.
+
+    The free answers (topology, reservation) are taken in turn.
+    """
+    for generation in facts.GENERATIONS:
+        shapes = {
+            hosts: itertools.cycle(
+                [t for t in facts.topologies(generation) if facts.slice_of(generation, t).multi_host == several]
+            )
+            for hosts, several in (("one", False), ("several", True))
+        }
+        reservations = itertools.cycle(RESERVATIONS)
+        for capacity, mode, (hosts, slices) in itertools.product(
+            facts.capacities(generation), MODES, [("one", 1), ("several", 1), ("several", 2)]
+        ):
+            yield {
+                "generation": generation,
+                "topology": next(shapes[hosts]),
+                "capacity": capacity,
+                "reservation": next(reservations) if capacity == "reservation" else "",
+                "cluster_mode": mode,
+                "num_slices": slices,
+            }
+
+
+JOBS = list(matrix())
+
+
+@pytest.fixture(scope="module")
+def rendered(template_files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
+    """What kubectl would apply for each of JOBS, by folder of k8s/; each in a namespace of its own."""
+    small = tmp_path_factory.mktemp("k8s-template")
+    shutil.copytree(template_files / "extensions", small / "extensions")
+    shutil.copytree(template_files / "template/k8s", small / "template/k8s")
+    shutil.copy2(template_files / "copier.yml", small)
+    answers_file = "template/{{ _copier_conf.answers_file }}.jinja"
+    shutil.copy2(template_files / answers_file, small / answers_file)
+    result = []
+    for number, job in enumerate(JOBS):
+        target = tmp_path_factory.mktemp("run")
+        data = {"project_id": "acme-tpu", "bucket": "acme-tpu-data", "namespace": f"matrix-{number}", **job}
+        run_copy(str(small), target, data=data, defaults=True, quiet=True, unsafe=True)
+        result.append({folder.name: kustomize(folder) for folder in sorted((target / "k8s").iterdir())})
+    return result
 
 
 def kustomize(folder: Path) -> list[dict[str, Any]]:
@@ -54,6 +113,45 @@ def _restored(api_server: ControlPlane) -> Iterator[None]:
     api_server.install(KUEUE, KUEUE_VERSIONS[-1])
 
 
+def test_the_matrix_has_every_choice() -> None:
+    assert {job["generation"] for job in JOBS} == set(facts.GENERATIONS)
+    assert {(job["generation"], job["capacity"]) for job in JOBS} == {
+        (generation, capacity) for generation in facts.GENERATIONS for capacity in facts.capacities(generation)
+    }
+    assert {job["cluster_mode"] for job in JOBS} == set(MODES)
+    assert {job["reservation"] for job in JOBS} == {"", *RESERVATIONS}
+
+
+@pytest.mark.parametrize("version", KUBERAY_VERSIONS)
+def test_the_api_server_takes_every_manifest(
+    version: str, api_server: ControlPlane, rendered: list[dict[str, list[dict[str, Any]]]]
+) -> None:
+    api_server.install(KUBERAY, version)
+    for job, folders in zip(JOBS, rendered, strict=True):
+        (cluster,) = folders["cluster"]
+        api_server.ensure_namespace(cluster["metadata"]["namespace"])
+        for folder, resources in folders.items():
+            if version.startswith("v1.4.") and folder in FOLDERS_SINCE_1_5:
+                continue
+            for resource in resources:
+                if resource["kind"] != "Namespace":
+                    try:
+                        api_server.create(resource, dryRun="All")
+                    except Refused as refused:
+                        raise AssertionError(f"{job}, k8s/{folder}: {refused}") from None
+
+
+@pytest.mark.parametrize("version", KUEUE_VERSIONS)
+def test_every_supported_kueue_takes_the_queue(
+    version: str, api_server: ControlPlane, rendered: list[dict[str, list[dict[str, Any]]]]
+) -> None:
+    api_server.install(KUEUE, version)
+    for folders in rendered:
+        for resource in folders["queue"]:
+            api_server.ensure_namespace(resource["metadata"].get("namespace", "default"))
+            api_server.create(resource, dryRun="All")
+
+
 def pods(cluster: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the head and a worker as pods of their own."""
     spec = cluster["spec"]
@@ -66,6 +164,15 @@ def pods(cluster: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "metadata": {**template["metadata"], "name": name, "namespace": cluster["metadata"]["namespace"]},
             "spec": template["spec"],
         }
+
+
+def test_the_pod_templates_are_pods(newest: ControlPlane, rendered: list[dict[str, list[dict[str, Any]]]]) -> None:
+    """A CRD's schema knows the fields of a pod, but not the rules between them; those are checked for pods alone."""
+    for folders in rendered:
+        (cluster,) = folders["cluster"]
+        newest.ensure_namespace(cluster["metadata"]["namespace"])
+        for pod in pods(cluster):
+            newest.create(pod, dryRun="All")
 
 
 def test_the_pods_keep_to_the_strictest_pod_security_standard(newest: ControlPlane) -> None:
