@@ -404,10 +404,10 @@ def test_train_status_logs_dashboard_and_stop_through_a_forwarded_port(site: Sit
     assert process.stdout is not None
     line = process.stdout.readline()
     assert re.match(r"Ray's dashboard: http://127\.0\.0\.1:\d+ \(only from this machine", line), line
+    assert f"{NAME}-ray-token" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     code, printed = ended(process)
     assert (code, "The dashboard's port is closed." in printed) == (0, True)
-    assert f"{NAME}-ray-token" in printed
     assert not Path("/proc", site.forwards.read_text().split()[-1]).exists()
 
     process = site.start("submit", "train", f"hold={site.scratch / 'never'}")

@@ -23,13 +23,13 @@ def main() -> int:
     source = kube.token_source(there)
     try:
         with Forward(cluster, name, arguments.port) as forward:
-            terminal.console.print(f"Ray's dashboard: {forward.address} (only from this machine; Ctrl-C ends it)")
+            lines = [f"Ray's dashboard: {forward.address} (only from this machine; Ctrl-C ends it)"]
             if source:
-                terminal.console.print(
-                    f"It asks for a token: {' '.join(cluster.command('get', 'secret', source[0]))} "
-                    f"--output=jsonpath='{{.data.{source[1]}}}' | base64 --decode",
-                    markup=False,
+                command = " ".join(cluster.command("get", "secret", source[0]))
+                lines.append(
+                    f"It asks for a token: {command} --output=jsonpath='{{.data.{source[1]}}}' | base64 --decode"
                 )
+            terminal.console.print("\n".join(lines), markup=False)
             if not arguments.no_open:
                 webbrowser.open(forward.address)
             while True:

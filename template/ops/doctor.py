@@ -206,8 +206,11 @@ def webhook(cluster: Kube) -> str:
 
 def ray(cluster: Kube) -> str:
     """The Ray head answers and takes the token."""
-    with runs.head(cluster, runs.current(cluster)) as jobs:
-        running = jobs.running()
+    try:
+        with runs.head(cluster, runs.current(cluster), answer_minutes=0) as jobs:
+            running = jobs.running()
+    except UserError as problem:
+        raise Failed(str(problem).partition(". make doctor")[0], "make logs ARGS=host=head") from None
     return f"the head answers; {'a run is going' if running else 'nothing runs'}"
 
 

@@ -16,12 +16,14 @@ import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from ops import terminal
 from ops.terminal import UserError
 
 CALL_SECONDS = 30  # for one call to the head
 QUIET_SECONDS = 20  # of a silent log, after which the head is asked whether it is still there
 RETRY_SECONDS = 2
-PATIENCE_MINUTES = 10.0  # without any connection
+PATIENCE_MINUTES = 10.0  # without any connection, while a run is followed
+ANSWER_MINUTES = 2.0  # without any connection, for a single question
 STOP_SECONDS = 120
 
 
@@ -34,10 +36,15 @@ class Gone(UserError):
 
 
 class Jobs:
-    """The jobs of one Ray head. `address` is its dashboard's URL, `token` what it asks for, if anything."""
+    """The jobs of one Ray head.
 
-    def __init__(self, address: str, token: str | None = None) -> None:
+    `address` is its dashboard's URL, `token` what it asks for, if anything. A single question is asked again for
+    `answer_minutes` while there is no connection.
+    """
+
+    def __init__(self, address: str, token: str | None = None, answer_minutes: float = ANSWER_MINUTES) -> None:
         self.address = address
+        self._answer_minutes = answer_minutes
         logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)  # it tells of every connection
         # A proxy of the user's network is no way to a port of this machine.
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(
@@ -72,14 +79,18 @@ class Jobs:
             raise UserError(f"Ray's head says: {said}") from None
 
     def _patiently[T](self, function: Callable[[JobSubmissionClient], T]) -> T:
-        """Call the head, and again while the connection is gone. Raises UserError after PATIENCE_MINUTES."""
-        deadline = time.monotonic() + PATIENCE_MINUTES * 60
+        """Call the head, and again while the connection is gone. Raises UserError after the minutes for an answer."""
+        deadline = time.monotonic() + self._answer_minutes * 60
+        told = False
         while True:
             try:
                 return self._call(function)
             except Lost as problem:
                 if time.monotonic() > deadline:
-                    raise UserError(f"no connection to the Ray head for {PATIENCE_MINUTES:g} min: {problem}") from None
+                    raise UserError(f"the Ray head does not answer: {problem}. make doctor checks the way to it") from None
+                if not told:
+                    terminal.notice(f"no connection to the Ray head; trying for {self._answer_minutes:g} min")
+                    told = True
                 time.sleep(RETRY_SECONDS)
 
     def every(self) -> list[JobDetails]:

@@ -15,7 +15,7 @@ from ray.job_submission import JobDetails, JobStatus
 from ops import diagnosis, kube, manifests, ray_jobs, terminal
 from ops.forward import Forward
 from ops.kube import Kube, Object
-from ops.ray_jobs import Jobs
+from ops.ray_jobs import ANSWER_MINUTES, Jobs
 from ops.run_env import ROOT, RunEnv
 from ops.run_log import Step, completed_step
 from ops.terminal import UserError
@@ -29,7 +29,7 @@ NOTABLE = re.compile(r"error: |note: |waiting for |^Traceback|\b\w+(Error|Except
 
 
 @contextlib.contextmanager
-def head(cluster: Kube, name: str) -> Iterator[Jobs]:
+def head(cluster: Kube, name: str, answer_minutes: float = ANSWER_MINUTES) -> Iterator[Jobs]:
     """The jobs at the head of RayCluster `name`, through a forwarded port. Raises UserError."""
     there = cluster.cluster(name)
     if there is None:
@@ -42,7 +42,7 @@ def head(cluster: Kube, name: str) -> Iterator[Jobs]:
     ):
         raise UserError(f"the head of RayCluster {name} is not ready: make cluster waits for it and says why")
     with Forward(cluster, name) as forward:
-        yield Jobs(forward.address, token)
+        yield Jobs(forward.address, token, answer_minutes)
 
 
 def of_job(job: Object | None) -> Object:
