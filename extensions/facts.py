@@ -41,6 +41,10 @@ COMPILED = _compiled()
 HEADROOM = 0.03
 # How far the closed formula may be off before a job is refused for it.
 FORMULA_ERROR = 0.15
+# Bytes that the closed formula counts for each weight of one layer while that layer runs, and for each token and
+# dimension of the model. Fitted to the dense rows of plans.csv; the others have too few for the first.
+LAYER_BYTES = {"dense": 13.5, "moe": 4, "mla": 4}
+TOKEN_BYTES = 107
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
 
@@ -227,18 +231,21 @@ def estimated_gib(
 ) -> float:
     """GiB of HBM a device that a step takes, by a closed formula; bench/formula.py prints its error.
 
-    State and gradients, sharded; what the backward pass keeps of each layer; logits; and, whole, the weights of two
-    layers and of the output head, which are gathered while they are used. `sequence` is in tokens.
+    The state; what the backward pass keeps of each layer; and what is alive where most is: at the loss, logits and
+    the output head with its gradient; within a layer, all gradients, the layer's own weights and gradients, whole, in
+    several forms, and its activations. Collectives on the SparseCores have the gradients alive at the loss too.
+    `sequence` is in tokens.
     """
     record = MODELS[model]
     tokens = batch * (sequence or PLANS["plain"]["sequence_length"])
     saved = 0 if recipe == "plain" else PLANS["recipe"][recipe]["saved"]
     parameters, embedding = record["parameters_b"] * 1e9, record["vocab_size"] * record["emb_dim"]
     gradients = 4 * parameters / slice_of(generation, topology).devices
-    kept = 2 * record["layers"] * (record["emb_dim"] + saved * record["attention_dim"])
-    gathered = 2 * embedding + 4 * max(parameters - embedding, 0) / record["layers"]
-    activations: float = gradients + tokens * (kept + 2 * record["vocab_size"]) + gathered
-    return state_gib(model, generation, topology) + activations / 2**30
+    kept = 2 * record["layers"] * (record["emb_dim"] + saved * record["attention_dim"]) * tokens
+    loss = 4 * record["vocab_size"] * tokens + 6 * embedding + (gradients if recipe != "plain" else 0)
+    weights = LAYER_BYTES[record["kind"]] * max(parameters - embedding, 0) / record["layers"]
+    layer = gradients + weights + TOKEN_BYTES * tokens * record["emb_dim"]
+    return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
 
 
 def largest_batch(model: str, generation: str, topology: str, recipe: str) -> float:

@@ -1,11 +1,12 @@
 """Sweep the plans: compile every tuned configuration that may be the best for a job, and keep what the compiler says.
 
-    python tools/plans.py [--only PATTERN] [--hours H] [--list]
+    python tools/plans.py [--only PATTERN] [--recipe NAME] [--tries N] [--hours H] [--list] [--spot-check N]
 
 For each job of JOBS, in their order, each recipe of extensions/plans.toml is compiled for the largest batch that the
 closed formula lets hope for, then for smaller or larger ones until the best is found. Each compile adds a row to
 extensions/plans.csv at once, so a sweep can be ended and started again; a row that is there is not compiled again. The
-end says what was not reached. To be run with the Python of a generated repository (`make plans`).
+end says what was not reached. --spot-check compiles some rows again and holds them against the table. To be run with
+the Python of a generated repository (`make plans`).
 """
 
 import argparse
@@ -31,6 +32,8 @@ TABLE = ROOT / "extensions" / "plans.csv"
 FOLDER = ROOT / "build" / "plans"
 # Compiles of one recipe for one job: a first guess, and two to correct it.
 TRIES = 3
+# Compiling is deterministic; what is left is for another processor.
+SPOT_CHECK_ERROR = 0.01
 TIMEOUT_SECONDS = 3600
 
 _SMALL = ["llama3-8b", "mistral-7b", "qwen3-8b", "gemma3-4b", "qwen3-4b", "qwen3-0.6b"]
@@ -177,8 +180,8 @@ def fitting(rows: dict[float, dict[str, str]]) -> list[float]:
     ]
 
 
-def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]]) -> float | None:
-    """Return the batch to compile next, None when the best one is found or nothing is left to try.
+def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]], tries: int) -> float | None:
+    """Return the batch to compile next, None when the best one is found or `tries` are over.
 
     The largest whole batch that fits is taken for the best: fixed costs are shared by more tokens.
     """
@@ -194,7 +197,7 @@ def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]]) -> floa
     if not rows:
         guess = facts.largest_batch(job.model, job.generation, job.topology, recipe)
         return guess or None
-    if len(rows) >= TRIES:
+    if len(rows) >= tries:
         return None
     low, high = max(fits, default=0.0), min(fails, default=math.inf)
     if sizes:
@@ -208,7 +211,7 @@ def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]]) -> floa
     return float(guess) if guess >= 1 and guess not in rows else None
 
 
-def sweep(pattern: str, only_recipe: str, hours: float) -> list[str]:
+def sweep(pattern: str, only_recipe: str, tries: int, hours: float) -> list[str]:
     """Compile until all is known or the time is over; return what was not reached."""
     ends = time.monotonic() + hours * 3600
     missed = []
@@ -218,7 +221,7 @@ def sweep(pattern: str, only_recipe: str, hours: float) -> list[str]:
         for recipe in facts.recipes_of(job.generation):
             if only_recipe not in ("", recipe):
                 continue
-            while (batch := next_batch(job, recipe, known(job, recipe))) is not None:
+            while (batch := next_batch(job, recipe, known(job, recipe), tries)) is not None:
                 if time.monotonic() > ends:
                     missed.append(f"{job}, {recipe}")
                     break
@@ -230,20 +233,49 @@ def sweep(pattern: str, only_recipe: str, hours: float) -> list[str]:
     return missed
 
 
+def spot_check(count: int) -> list[str]:
+    """Compile `count` rows again, the quickest of as many generations; return how they differ from the table."""
+    versions = libtpu.versions()
+    ours = [row for row in facts.COMPILED if all(row[name] == versions[name] for name in ("libtpu", "maxtext"))]
+    if not ours:
+        return [f"no row of {TABLE.name} was made by {versions}: run `make plans`"]
+    quickest: dict[str, dict[str, str]] = {}
+    for row in sorted(ours, key=lambda row: int(row["compile_seconds"])):
+        quickest.setdefault(row["generation"], row)
+    differences = []
+    for row in list(quickest.values())[:count]:
+        job = Job(row["model"], row["generation"], row["topology"], int(row["num_slices"]))
+        again = compiled(job, row["recipe"], float(row["per_device_batch_size"]))
+        print(f"{job}, {row['recipe']}: {again['hbm_gib']} GiB, {again['tokens_per_second']} tokens/s", flush=True)
+        for name in ("hbm_gib", "tokens_per_second", "mfu"):
+            before, now = float(row[name] or 0), float(again[name] or 0)
+            if abs(now - before) > SPOT_CHECK_ERROR * before:
+                differences.append(f"{job}, {row['recipe']}: {name} is {now:g}, the table has {before:g}")
+        if again["problem"] != row["problem"]:
+            differences.append(f"{job}, {row['recipe']}: now '{again['problem']}', the table has '{row['problem']}'")
+    return differences
+
+
 def main() -> None:
     """See the module's first lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="jobs that this pattern is in, e.g. 'llama3-8b on 1 x v6e'")
     parser.add_argument("--recipe", default="", help="this recipe only")
+    parser.add_argument("--tries", type=int, default=TRIES, help=f"compiles of a recipe for a job (default {TRIES})")
     parser.add_argument("--hours", type=float, default=math.inf, help="begin no compile after so many hours")
     parser.add_argument("--list", action="store_true", help="list the jobs and what is known of them, compile nothing")
+    parser.add_argument("--spot-check", type=int, default=0, metavar="N", help="compile N rows again and compare")
     arguments = parser.parse_args()
+    if arguments.spot_check:
+        if differences := spot_check(arguments.spot_check):
+            sys.exit("\n".join(differences))
+        return
     if arguments.list:
         for job in jobs():
             counts: dict[str, Any] = {recipe: len(known(job, recipe)) for recipe in facts.recipes_of(job.generation)}
             print(f"{job!s:<44}", "  ".join(f"{recipe} {count}" for recipe, count in counts.items()))
         return
-    missed: list[str] = sweep(arguments.only, arguments.recipe, arguments.hours)
+    missed: list[str] = sweep(arguments.only, arguments.recipe, arguments.tries, arguments.hours)
     print(f"{len(missed)} not reached" + "".join(f"\n  {one}" for one in missed))
 
 

@@ -87,7 +87,8 @@ class Jobs:
                 return self._call(function)
             except Lost as problem:
                 if time.monotonic() > deadline:
-                    raise UserError(f"the Ray head does not answer: {problem}. make doctor checks the way to it") from None
+                    advice = "make doctor checks the way to it"
+                    raise UserError(f"the Ray head does not answer: {problem}. {advice}") from None
                 if not told:
                     terminal.notice(f"no connection to the Ray head; trying for {self._answer_minutes:g} min")
                     told = True
