@@ -562,6 +562,34 @@ def tokenizer(value: Any, answers: Answers) -> str:
     return ""
 
 
+def min_slices(value: Any, answers: Answers) -> str:
+    """Ray Train restarts the job on the slices that are left, from the newest checkpoint, so mesh and input
+    pipeline must work for every number of slices between the two. MaxText 0.2.5 has an elastic iterator for grain,
+    but looks for it by a class (common/grain_utility.py) that iter() of grain 0.2.18 no longer gives, so a rehearsal
+    with it ended at "4 processes found in Grain checkpoint directory, but only 2 jax processes".
+    """
+    slices = _count(answers, "num_slices")
+    if problem := _number("min_slices", value, 0, slices, "slices"):
+        return f"{problem} Use 0 to need all {slices}."
+    fewest = _whole(value)
+    if not fewest or fewest == slices:
+        return ""
+    if answers["dataset_type"] == "grain":
+        return (
+            f"min_slices: {_shown(value)} changes the number of hosts during the run, and MaxText resumes grain's data "
+            "only on the same number. Use min_slices=0, or another dataset_type, e.g. hf"
+        )
+    for count in range(fewest, slices):
+        fewer = {**answers, "num_slices": count}
+        for name, rule in (("dcn_parallelism", dcn_parallelism), ("per_device_batch_size", per_device_batch_size)):
+            if rule(answers[name], fewer):
+                return (
+                    f"min_slices: {_shown(value)} does not go with {name}={answers[name]}, which does not work on "
+                    f"{count} of {slices} slices. For example: dcn_parallelism=data=-1, or min_slices=0"
+                )
+    return ""
+
+
 RULES: dict[str, Callable[[Any, Answers], str]] = {
     rule.__name__: rule
     for rule in (
@@ -593,5 +621,6 @@ RULES: dict[str, Callable[[Any, Answers], str]] = {
         dataset_path,
         dataset_format,
         tokenizer,
+        min_slices,
     )
 }

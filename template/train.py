@@ -18,6 +18,8 @@ from ray.train.v2.jax import JaxTrainer
 from ops import hosts, libtpu, run_env
 
 ROOT = Path(__file__).resolve().parent
+# How often an elastic run looks for slices that are back. Taking them in costs a restart from the last checkpoint.
+RESIZE_SECONDS = float(os.environ.get("RESIZE_SECONDS", "60"))
 
 
 def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
@@ -40,12 +42,16 @@ def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
         # MaxText reports the same global numbers on every host; one log is enough to read. Warnings still show.
         logging.getLogger("absl").setLevel(logging.WARNING)
 
+    # All hosts, or in an elastic run those of the slices that are left.
+    devices = get_context().get_world_size() * job["devices_per_host"]
     here, everywhere = jax.local_device_count(), jax.device_count()
-    if (here, everywhere) != (job["devices_per_host"], job["num_devices"]):
+    if (here, everywhere) != (job["devices_per_host"], devices):
         raise RuntimeError(
             f"host {rank} sees {here} of its devices and {everywhere} in all, but run.env promises "
-            f"{job['devices_per_host']} and {job['num_devices']}: wrong topology, or a host that did not join"
+            f"{job['devices_per_host']} and {devices}: wrong topology, or a host that did not join"
         )
+    if rank == 0 and devices < job["num_devices"]:
+        print(f"going on with {devices} of {job['num_devices']} devices: the batch is smaller by as much", flush=True)
 
     # The config's text travels with the job, so that the hosts cannot run another version of it.
     folder = Path(tempfile.mkdtemp(prefix="train-"))
@@ -108,7 +114,9 @@ def main() -> int:
             use_tpu=True,
             accelerator_type=run.ray_accelerator_type,
             topology=run.topology,
-            num_workers=run.num_hosts,
+            # With two numbers Ray Train goes on with fewer whole slices, and takes more as soon as they are back.
+            num_workers=(run.min_slices * run.hosts_per_slice, run.num_hosts) if run.elastic else run.num_hosts,
+            elastic_resize_monitor_interval_s=RESIZE_SECONDS,
             resources_per_worker={"TPU": run.chips_per_host},
             placement_strategy="SPREAD",
         ),

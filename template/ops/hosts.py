@@ -30,11 +30,11 @@ def present(run: RunEnv) -> dict[str, set[str]]:
 
 
 def missing(run: RunEnv) -> str:
-    """Return what is missing for the whole job in one sentence, empty when every host of every slice is there."""
+    """Return what is missing for the job in one sentence, empty when every host of enough slices is there."""
     slices = present(run)
     count = sum(len(workers) for workers in slices.values())
     complete = sum(len(workers) >= run.hosts_per_slice for workers in slices.values())
-    if complete >= run.num_slices:
+    if complete >= run.min_slices:
         return ""
     wanted = {str(number) for number in range(run.hosts_per_slice)}
     gaps = [
@@ -48,7 +48,10 @@ def missing(run: RunEnv) -> str:
 
 
 def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
-    """Return once every host is there; print what is missing meanwhile. Raises TimeoutError after `minutes`."""
+    """Return once every host is there, or for an elastic run those of enough slices; print what is missing meanwhile.
+
+    Raises TimeoutError after `minutes`.
+    """
     deadline = time.monotonic() + minutes * 60
     reported = None
     while gap := missing(run):

@@ -23,7 +23,7 @@ import yaml
 
 from ops import run_env, small_model, terminal, verdict
 from ops.peak_memory import PeakMemory
-from ops.rehearsed_start import RehearsalError, Start, Trainer, committed_steps
+from ops.rehearsed_start import Event, RehearsalError, Start, Trainer, committed_steps
 from ops.run_env import ROOT, RunEnv
 from ops.simulated_slice import SimulatedSlices
 from ops.terminal import Check
@@ -33,6 +33,8 @@ TEXT = ROOT / "rehearsal" / "text.txt"
 FIRST_STEPS = 8
 CHECKPOINT_PERIOD = 4
 MORE_STEPS = 4
+ELASTIC_STEPS = 160  # enough to still be at it when a lost slice is back
+RESIZE_SECONDS = 10  # how often the trainer then looks for it
 # Measured on 2 cores with maxtext 0.2.5: what a Ray worker with a small model takes, and Ray's own processes.
 GIB_PER_HOST = 1.4
 GIB_FOR_RAY = 1.8
@@ -118,7 +120,8 @@ def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]
         # Outlives a rehearsal: the next one compiles less. Not with several hosts: on CPUs only the first would find
         # its programs there, and then wait for the others in a first collective that gives up after 30 s.
         "jax_cache_dir": FOLDER.parent / "jax-cache" if run.num_hosts == 1 else "",
-        "dataset_type": "grain",
+        # Grain cannot resume on another number of hosts: see the rule of min_slices.
+        "dataset_type": "synthetic" if run.elastic else "grain",
         "grain_file_type": "parquet",
         "grain_train_files": FOLDER / "data" / "*.parquet",
         "grain_worker_count": 0,
@@ -148,13 +151,18 @@ def worker_environment(run: RunEnv) -> dict[str, str]:
     }
 
 
-def rehearse(lose_worker: bool) -> bool:
+def rehearse(lose_worker: bool, lose_slice: bool = False) -> bool:
     """Rehearse once and print the verdict. Return whether every point holds. Raises RehearsalError."""
     began = time.monotonic()
     promised = run_env.load()
     config = yaml.safe_load((ROOT / "config" / "train.yml").read_text(encoding="utf-8"))
     run, notices = scaled(promised, os.cpu_count() or 1, psutil.virtual_memory().available / 2**30)
-    total = FIRST_STEPS + MORE_STEPS
+    if lose_slice and not run.elastic:
+        raise RehearsalError(
+            f"the run needs all of its slices ({run.slice_text}). To let it go on with fewer: "
+            'make reconfigure ARGS="num_slices=2 min_slices=1"'
+        )
+    total = ELASTIC_STEPS if lose_slice else FIRST_STEPS + MORE_STEPS
     settings, more_notices = overrides(run, config)
 
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -177,6 +185,7 @@ def rehearse(lose_worker: bool) -> bool:
         "RAY_STORAGE_PATH": str(FOLDER / "ray"),
         "HOST_WAIT_MINUTES": "5",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody preempts a simulated host
+        "RESIZE_SECONDS": str(RESIZE_SECONDS),
     }
     peak = PeakMemory()
     with SimulatedSlices(run) as slices, terminal.Progress() as progress:
@@ -186,9 +195,12 @@ def rehearse(lose_worker: bool) -> bool:
         # The trainer takes a while to start, and waits for its hosts as it does on the cluster.
         failures: list[BaseException] = []
 
-        def start_hosts() -> None:
+        def start_hosts(slice_id: int | None = None) -> None:
             try:
-                slices.start_hosts(environment)
+                if slice_id is None:
+                    slices.start_hosts(environment)
+                else:
+                    slices.start_slice(slice_id, environment)
             except BaseException as error:  # handed to the main thread below
                 failures.append(error)
                 trainer.aborted.set()
@@ -196,13 +208,22 @@ def rehearse(lose_worker: bool) -> bool:
         # A copy: while a host starts, this process's own environment is that host's.
         trainer = Trainer(slices, settings, dict(os.environ) | driver, checkpoints, progress)
         threading.Thread(target=start_hosts, daemon=True).start()
+        last = run.num_slices - 1
+        broken = Event(
+            lambda start: bool(start.steps) and start.steps[-1].step > CHECKPOINT_PERIOD,
+            (lambda: slices.lose_slice(last)) if lose_slice else trainer.lose_worker,
+        )
+        mended = Event(
+            lambda start: len(start.attempts) > 1 and len(start.steps) > start.attempts[1].steps_before,
+            threading.Thread(target=start_hosts, args=[last], daemon=True).start,
+        )
         try:
-            if lose_worker:
-                first = trainer.start(
-                    "train, lose a worker", total, FOLDER / "train-1.log", lose_worker_at=CHECKPOINT_PERIOD + 1
-                )
+            if lose_worker or lose_slice:
+                events = [broken, mended] if lose_slice else [broken]
+                what = "train, lose a slice" if lose_slice else "train, lose a worker"
+                first = trainer.start(what, total, FOLDER / "train-1.log", events)
                 second = None
-                saved = first.saved
+                saved = first.attempts[1].saved if len(first.attempts) > 1 else first.saved
             else:
                 first = trainer.start("first start", FIRST_STEPS, FOLDER / "train-1.log")
                 saved = committed_steps(checkpoints)
@@ -215,6 +236,8 @@ def rehearse(lose_worker: bool) -> bool:
         if failures:
             raise failures[0]
         points = verdict.checks(run, first, second, saved, total)
+        if lose_slice:
+            points += verdict.elastic_checks(run, first)
         if not all(point.passed for point in points):
             slices.keep_logs(FOLDER / "ray-logs")
         peak.stop()
@@ -243,10 +266,12 @@ def write_report(began: float, first: Start, second: Start | None, peak: PeakMem
 def main() -> int:
     """Rehearse; exit code 0 when every point of the verdict holds, 1 when one does not, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="make rehearse", description=__doc__)
-    parser.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
+    loss = parser.add_mutually_exclusive_group()
+    loss.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
+    loss.add_argument("--lose-slice", action="store_true", help="kill a slice mid-run, and start it again later")
     arguments = parser.parse_args()
     try:
-        return 0 if rehearse(arguments.lose_worker) else 1
+        return 0 if rehearse(arguments.lose_worker, arguments.lose_slice) else 1
     except KeyboardInterrupt:
         terminal.error("interrupted; everything that was started has been ended")
         raise

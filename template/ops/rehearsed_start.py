@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,15 @@ def committed_steps(folder: Path) -> list[int]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One time that the workers came up within a start."""
+
+    devices: int  # in the mesh
+    saved: list[int]  # steps whose checkpoints were committed before it
+    steps_before: int  # that were logged before it
+
+
 @dataclasses.dataclass
 class Start:
     """One start of train.py and what its log showed."""
@@ -46,6 +56,15 @@ class Start:
     seconds: dict[str, float]  # when things happened first, since the start
     saved: list[int]  # steps whose checkpoints were committed when the workers last came up
     error: str
+    attempts: list[Attempt] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happens to the run, once its log has come so far."""
+
+    due: Callable[[Start], bool]
+    happen: Callable[[], None]
 
 
 class Trainer:
@@ -66,8 +85,8 @@ class Trainer:
         self.progress = progress
         self.aborted = threading.Event()  # set it to end a start early
 
-    def start(self, phase: str, steps: int, log: Path, lose_worker_at: int | None = None) -> Start:
-        """Run train.py for `steps` steps; with `lose_worker_at` kill one worker once that step is complete.
+    def start(self, phase: str, steps: int, log: Path, events: Sequence[Event] = ()) -> Start:
+        """Run train.py for `steps` steps; `events` happen one after the other, each when it is due.
 
         Raises RehearsalError when it is silent for SILENCE_SECONDS.
         """
@@ -109,9 +128,9 @@ class Trainer:
                     sink.write(line)
                     sink.flush()
                     self._read(line, result, time.monotonic() - began, phase)
-                    if lose_worker_at is not None and result.steps and result.steps[-1].step >= lose_worker_at:
-                        self._lose_worker()
-                        lose_worker_at = None
+                    if events and events[0].due(result):
+                        events[0].happen()
+                        events = events[1:]
                 result.returncode = process.wait()
             finally:
                 process.kill()
@@ -135,11 +154,12 @@ class Trainer:
         elif found := re.search(r"Num_devices: (\d+), shape", line):
             result.seconds.setdefault("mesh", now)
             result.mesh_devices = int(found[1])
+            result.attempts.append(Attempt(int(found[1]), result.saved, len(result.steps)))
             self.progress.update(phase, "compiling the step")
         elif "error: " in line or re.match(r"\S*(Error|Exception)\b", line.split("ip=")[-1].partition(") ")[2] or line):
             result.error = line.strip()
 
-    def _lose_worker(self) -> None:
+    def lose_worker(self) -> None:
         """Kill one Ray Train worker outright, as a lost host would end it."""
         workers = [process for process in self.slices.processes() if "RayTrainWorker" in process_name(process)]
         if not workers:

@@ -39,6 +39,7 @@ class RunEnv:
     generation: str
     topology: str
     num_slices: int
+    min_slices: int  # as many are enough to go on; the same number as num_slices where all are needed
     hosts_per_slice: int
     chips_per_host: int
     chips_per_slice: int
@@ -60,6 +61,11 @@ class RunEnv:
     clock_ghz: float
     price_per_chip_hour: str  # USD, on demand, indicative; empty where none is known
     price_date: str
+
+    @property
+    def elastic(self) -> bool:
+        """True when the run goes on with fewer slices while some are lost."""
+        return self.min_slices < self.num_slices
 
     @property
     def num_hosts(self) -> int:

@@ -55,3 +55,36 @@ def resumed_at(first: Start, second: Start | None) -> int | None:
         if after.step <= before.step:
             return after.step
     return None
+
+
+def elastic_checks(run: RunEnv, start: Start) -> list[Check]:
+    """Return the points that only a run has which lost a slice and got it back: three attempts, the second on less."""
+    bounds = [*(attempt.steps_before for attempt in start.attempts), len(start.steps)]
+    steps = [start.steps[begin:end] for begin, end in itertools.pairwise(bounds)]
+    devices = [attempt.devices for attempt in start.attempts]
+    resumed = [
+        f"{part[0].step if part else 'none'} after checkpoint {attempt.saved[-1] if attempt.saved else 'none'}"
+        for attempt, part in zip(start.attempts[1:], steps[1:], strict=True)
+    ]
+    three = len(devices) == 3
+    return [
+        Check(
+            "went on without the slice",
+            three and devices[1] == (run.num_slices - 1) * run.devices_per_slice and bool(steps[1]),
+            f"meshes over {', then '.join(map(str, devices)) or 'no'} devices",
+        ),
+        Check(
+            "took the slice back in",
+            three and devices[2] == run.num_devices and bool(steps[2]),
+            f"steps of each attempt: {', '.join(str(len(part)) for part in steps)}",
+        ),
+        Check(
+            "each time at the right step",
+            three
+            and all(
+                part and attempt.saved and part[0].step == attempt.saved[-1] + 1
+                for attempt, part in zip(start.attempts[1:], steps[1:], strict=True)
+            ),
+            f"went on with step {', and with '.join(resumed) or 'none'}",
+        ),
+    ]
