@@ -42,16 +42,18 @@ def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
         # MaxText reports the same global numbers on every host; one log is enough to read. Warnings still show.
         logging.getLogger("absl").setLevel(logging.WARNING)
 
-    # All hosts, or in an elastic run those of the slices that are left.
+    # Those of all slices, or in an elastic run of the slices that Ray Train has found whole.
     devices = get_context().get_world_size() * job["devices_per_host"]
     here, everywhere = jax.local_device_count(), jax.device_count()
-    if (here, everywhere) != (job["devices_per_host"], devices):
+    if (here, everywhere) != (job["devices_per_host"], devices) or devices not in job["devices"]:
         raise RuntimeError(
             f"host {rank} sees {here} of its devices and {everywhere} in all, but run.env promises "
-            f"{job['devices_per_host']} and {devices}: wrong topology, or a host that did not join"
+            f"{job['devices_per_host']} and {' or '.join(map(str, job['devices']))}: wrong topology, or a host that "
+            "did not join"
         )
-    if rank == 0 and devices < job["num_devices"]:
-        print(f"going on with {devices} of {job['num_devices']} devices: the batch is smaller by as much", flush=True)
+    whole = devices == job["devices"][-1]
+    if rank == 0 and not whole:
+        print(f"note: training on {devices} of {job['devices'][-1]} devices, so a step has fewer tokens", flush=True)
 
     # The config's text travels with the job, so that the hosts cannot run another version of it.
     folder = Path(tempfile.mkdtemp(prefix="train-"))
@@ -62,7 +64,7 @@ def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
     carried = Path(maxtext.__file__).parent / "assets" / "tokenizers" / str(settings.get("tokenizer_path") or "none")
     if carried.exists():  # the tokenizer is one that the MaxText package carries
         overrides.append(f"tokenizer_path={carried}")
-    if job["kept_step"] and Path(job["kept_step"]).exists():
+    if whole and job["kept_step"] and Path(job["kept_step"]).exists():  # compiled for all slices
         overrides.append(f"compiled_trainstep_file={job['kept_step']}")
 
     from maxtext.trainers.pre_train.train import main
@@ -108,7 +110,7 @@ def main() -> int:
             "overrides": arguments,
             "kept_step": kept_step,
             "devices_per_host": run.devices_per_host,
-            "num_devices": run.num_devices,
+            "devices": run.device_counts,
         },
         scaling_config=ScalingConfig(
             use_tpu=True,
