@@ -563,10 +563,11 @@ def tokenizer(value: Any, answers: Answers) -> str:
 
 
 def min_slices(value: Any, answers: Answers) -> str:
-    """Ray Train restarts the job on the slices that are left, from the newest checkpoint, so mesh and input
-    pipeline must work for every number of slices between the two. MaxText 0.2.5 has an elastic iterator for grain,
-    but looks for it by a class (common/grain_utility.py) that iter() of grain 0.2.18 no longer gives, so a rehearsal
-    with it ended at "4 processes found in Grain checkpoint directory, but only 2 jax processes".
+    """Ray Train restarts the job on the slices that are left, from the newest checkpoint. So the slices must hold a
+    copy of the weights each (data=-1 between them): on fewer slices a device then has as much to hold as before. And
+    the data must be found on fewer hosts: MaxText 0.2.5 has an elastic iterator for grain, but looks for it by a class
+    (common/grain_utility.py) that iter() of grain 0.2.18 no longer gives, so a rehearsal with it ended at "4 processes
+    found in Grain checkpoint directory, but only 2 jax processes".
     """
     slices = _count(answers, "num_slices")
     if problem := _number("min_slices", value, 0, slices, "slices"):
@@ -579,14 +580,14 @@ def min_slices(value: Any, answers: Answers) -> str:
             f"min_slices: {_shown(value)} changes the number of hosts during the run, and MaxText resumes grain's data "
             "only on the same number. Use min_slices=0, or another dataset_type, e.g. hf"
         )
-    for count in range(fewest, slices):
-        fewer = {**answers, "num_slices": count}
-        for name, rule in (("dcn_parallelism", dcn_parallelism), ("per_device_batch_size", per_device_batch_size)):
-            if rule(answers[name], fewer):
-                return (
-                    f"min_slices: {_shown(value)} does not go with {name}={answers[name]}, which does not work on "
-                    f"{count} of {slices} slices. For example: dcn_parallelism=data=-1, or min_slices=0"
-                )
+    if dcn_parallelism(answers["dcn_parallelism"], answers):
+        raise KeyError("dcn_parallelism")
+    across = facts.mesh(answers["dcn_parallelism"])
+    if {axis: size for axis, size in across.items() if size != 1} != {"data": -1}:
+        return (
+            f"min_slices: {_shown(value)} needs dcn_parallelism=data=-1, and it is {answers['dcn_parallelism']}: any "
+            "other mesh between slices does not fit fewer of them, or gives a device more to hold"
+        )
     return ""
 
 

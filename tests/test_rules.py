@@ -93,7 +93,12 @@ REFUSALS = [
     Refusal({"num_slices": 2, "min_slices": 3}, "from 0 to 2", {"min_slices": 1}),
     Refusal(
         {"num_slices": 4, "dcn_parallelism": "data=4", "min_slices": 2},
-        "does not work on 2 of 4",
+        "needs dcn_parallelism=data=-1",
+        {"dcn_parallelism": "data=-1"},
+    ),
+    Refusal(
+        {"num_slices": 2, "dcn_parallelism": "fsdp=-1", "min_slices": 1},
+        "gives a device more to hold",
         {"dcn_parallelism": "data=-1"},
     ),
     Refusal(
