@@ -69,7 +69,9 @@ def test_an_elastic_run_goes_on_without_a_lost_slice_and_takes_it_back_in(render
     assert code == 0, printed
     (start,) = report["starts"]
     assert [attempt["devices"] for attempt in start["attempts"]] == [16, 8, 16]
-    assert start["steps"][-1]["step"] == 159
+    # What all slices go on from is a checkpoint that fewer have written.
+    _, fewer, grown = start["attempts"]
+    assert grown["steps"][0] > fewer["steps"][0]
     assert not started_here(folder)
 
 

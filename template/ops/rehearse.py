@@ -33,8 +33,10 @@ TEXT = ROOT / "rehearsal" / "text.txt"
 FIRST_STEPS = 8
 CHECKPOINT_PERIOD = 4
 MORE_STEPS = 4
-ELASTIC_STEPS = 160  # enough to still be at it when a lost slice is back
-RESIZE_SECONDS = 10  # how often the trainer then looks for it
+# With a slice that is lost and comes back the rehearsal ends the run: how many steps pass depends on the machine.
+ENDLESS_STEPS = 1_000_000
+ELASTIC_SECONDS = 1200  # at most; it takes about 380 on 2 cores
+RESIZE_SECONDS = 10  # how often the trainer looks for a slice that is back
 # Measured on 2 cores with maxtext 0.2.5: what a Ray worker with a small model takes, and Ray's own processes.
 GIB_PER_HOST = 1.4
 GIB_FOR_RAY = 1.8
@@ -98,7 +100,7 @@ def write_data(folder: Path, hosts: int, tokens: int) -> None:
         pq.write_table(pa.table({"text": paragraphs[host::hosts]}), folder / f"text-{host:03}.parquet")
 
 
-def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]]:
+def overrides(run: RunEnv, config: dict[str, Any], dataset_type: str = "grain") -> tuple[list[str], list[str]]:
     """Return what the rehearsal changes in the run's MaxText config, as key=value, and notices to print."""
     notices = []
     mesh = small_model.small_mesh(config, run.devices_per_slice)
@@ -120,8 +122,7 @@ def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]
         # Outlives a rehearsal: the next one compiles less. Not with several hosts: on CPUs only the first would find
         # its programs there, and then wait for the others in a first collective that gives up after 30 s.
         "jax_cache_dir": FOLDER.parent / "jax-cache" if run.num_hosts == 1 else "",
-        # Grain cannot resume on another number of hosts: see the rule of min_slices.
-        "dataset_type": "synthetic" if run.elastic else "grain",
+        "dataset_type": dataset_type,
         "grain_file_type": "parquet",
         "grain_train_files": FOLDER / "data" / "*.parquet",
         "grain_worker_count": 0,
@@ -162,8 +163,11 @@ def rehearse(lose_worker: bool, lose_slice: bool = False) -> bool:
             f"the run needs all of its slices ({run.slice_text}). To let it go on with fewer: "
             'make reconfigure ARGS="num_slices=2 min_slices=1"'
         )
-    total = ELASTIC_STEPS if lose_slice else FIRST_STEPS + MORE_STEPS
-    settings, more_notices = overrides(run, config)
+    total = FIRST_STEPS + MORE_STEPS
+    # Grain cannot resume on another number of hosts: see the rule of min_slices.
+    settings, more_notices = overrides(run, config, "synthetic" if lose_slice else "grain")
+    if lose_slice:
+        settings.append(f"learning_rate_schedule_steps={total}")  # else it would still be warming up at the end
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
@@ -208,22 +212,29 @@ def rehearse(lose_worker: bool, lose_slice: bool = False) -> bool:
         # A copy: while a host starts, this process's own environment is that host's.
         trainer = Trainer(slices, settings, dict(os.environ) | driver, checkpoints, progress)
         threading.Thread(target=start_hosts, daemon=True).start()
-        last = run.num_slices - 1
-        broken = Event(
-            lambda start: bool(start.steps) and start.steps[-1].step > CHECKPOINT_PERIOD,
-            (lambda: slices.lose_slice(last)) if lose_slice else trainer.lose_worker,
-        )
-        mended = Event(
-            lambda start: len(start.attempts) > 1 and len(start.steps) > start.attempts[1].steps_before,
-            threading.Thread(target=start_hosts, args=[last], daemon=True).start,
-        )
+        last, fewer = run.num_slices - 1, run.num_devices - run.devices_per_slice
+
+        def has_saved(start: Start) -> bool:
+            return bool(start.attempts) and len(start.attempts[-1].steps) > CHECKPOINT_PERIOD + 1
+
         try:
-            if lose_worker or lose_slice:
-                events = [broken, mended] if lose_slice else [broken]
-                what = "train, lose a slice" if lose_slice else "train, lose a worker"
-                first = trainer.start(what, total, FOLDER / "train-1.log", events)
+            if lose_worker:
+                events = [Event(has_saved, trainer.lose_worker)]
+                first = trainer.start("train, lose a worker", total, FOLDER / "train-1.log", events)
                 second = None
-                saved = first.attempts[1].saved if len(first.attempts) > 1 else first.saved
+                saved = first.saved
+            elif lose_slice:
+                again = threading.Thread(target=start_hosts, args=[last], daemon=True)
+                events = [
+                    Event(has_saved, lambda: slices.lose_slice(last)),
+                    Event(lambda start: has_saved(start) and verdict.trained_on(start, fewer), again.start),
+                    Event(lambda start: verdict.trained_on(start, fewer, run.num_devices), trainer.aborted.set),
+                ]
+                first = trainer.start(
+                    "train, lose a slice", ENDLESS_STEPS, FOLDER / "train-1.log", events, ELASTIC_SECONDS
+                )
+                second = None
+                saved = first.saved
             else:
                 first = trainer.start("first start", FIRST_STEPS, FOLDER / "train-1.log")
                 saved = committed_steps(checkpoints)
@@ -235,15 +246,17 @@ def rehearse(lose_worker: bool, lose_slice: bool = False) -> bool:
                 slices.keep_logs(FOLDER / "ray-logs")
         if failures:
             raise failures[0]
-        points = verdict.checks(run, first, second, saved, total)
+        points = verdict.checks(run, first, saved)
         if lose_slice:
             points += verdict.elastic_checks(run, first)
+        else:
+            points += verdict.restart_checks(first, second, saved, total)
         if not all(point.passed for point in points):
             slices.keep_logs(FOLDER / "ray-logs")
         peak.stop()
     passed = terminal.verdict(f"Rehearsal of {promised.model} on {promised.slice_text}", points)
     for start, log in ((first, "train-1.log"), (second, "train-2.log")):
-        if start and start.returncode and start.error:
+        if not passed and start and start.returncode and start.error:
             terminal.error(f"{start.error} (all of it: {FOLDER.relative_to(ROOT) / log})")
     write_report(began, first, second, peak, points)
     return passed

@@ -1,6 +1,7 @@
 """One start of train.py against the simulated slices: run, followed by its log, and never left running."""
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import psutil
 
 from ops import terminal
 from ops.run_env import ROOT
-from ops.run_log import Step, completed_step
+from ops.run_log import Step, completed_step, mesh_devices
 from ops.simulated_slice import SimulatedSlices
 
 # Ray Train says so every second where there is no dashboard, as here; on the cluster there is one.
@@ -36,13 +37,13 @@ def committed_steps(folder: Path) -> list[int]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Attempt:
     """One time that the workers came up within a start."""
 
     devices: int  # in the mesh
     saved: list[int]  # steps whose checkpoints were committed before it
-    steps_before: int  # that were logged before it
+    steps: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -52,7 +53,7 @@ class Start:
     returncode: int
     steps: list[Step]
     placed: set[tuple[str, str]]  # (slice name, worker id) of every Ray Train worker
-    mesh_devices: int | None
+    mesh_devices: int | None  # of the first mesh
     seconds: dict[str, float]  # when things happened first, since the start
     saved: list[int]  # steps whose checkpoints were committed when the workers last came up
     error: str
@@ -85,8 +86,10 @@ class Trainer:
         self.progress = progress
         self.aborted = threading.Event()  # set it to end a start early
 
-    def start(self, phase: str, steps: int, log: Path, events: Sequence[Event] = ()) -> Start:
-        """Run train.py for `steps` steps; `events` happen one after the other, each when it is due.
+    def start(
+        self, phase: str, steps: int, log: Path, events: Sequence[Event] = (), seconds: float = math.inf
+    ) -> Start:
+        """Run train.py for `steps` steps and at most `seconds`; `events` happen one after the other, each when due.
 
         Raises RehearsalError when it is silent for SILENCE_SECONDS.
         """
@@ -112,7 +115,7 @@ class Trainer:
                 while process.poll() is None:
                     if time.monotonic() - heard[0] > SILENCE_SECONDS:
                         hung.set()
-                    if hung.is_set() or self.aborted.is_set():
+                    if hung.is_set() or self.aborted.is_set() or time.monotonic() - began > seconds:
                         process.kill()
                         return
                     time.sleep(0.5)
@@ -143,6 +146,8 @@ class Trainer:
         if step := completed_step(line):
             result.seconds.setdefault("first step", now)
             result.steps.append(step)
+            if result.attempts:
+                result.attempts[-1].steps.append(step.step)
             self.progress.update(
                 phase, f"step {step.step}  loss {step.loss:.3f}  {step.tokens_per_device:.0f} tokens/s/device"
             )
@@ -151,10 +156,10 @@ class Trainer:
             result.placed.add((found[1], found[2]))
             result.saved = committed_steps(self.checkpoints)
             self.progress.update(phase, "importing MaxText on every host")
-        elif found := re.search(r"Num_devices: (\d+), shape", line):
+        elif devices := mesh_devices(line):
             result.seconds.setdefault("mesh", now)
-            result.mesh_devices = int(found[1])
-            result.attempts.append(Attempt(int(found[1]), result.saved, len(result.steps)))
+            result.mesh_devices = result.mesh_devices or devices
+            result.attempts.append(Attempt(devices, result.saved))
             self.progress.update(phase, "compiling the step")
         elif "error: " in line or re.match(r"\S*(Error|Exception)\b", line.split("ip=")[-1].partition(") ")[2] or line):
             result.error = line.strip()
