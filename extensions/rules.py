@@ -562,6 +562,35 @@ def tokenizer(value: Any, answers: Answers) -> str:
     return ""
 
 
+def min_slices(value: Any, answers: Answers) -> str:
+    """Ray Train restarts the job on the slices that are left, from the newest checkpoint. So the slices must hold a
+    copy of the weights each (data=-1 between them): on fewer slices a device then has as much to hold as before. And
+    the data must be found on fewer hosts: MaxText 0.2.5 has an elastic iterator for grain, but looks for it by a class
+    (common/grain_utility.py) that iter() of grain 0.2.18 no longer gives, so a rehearsal with it ended at "4 processes
+    found in Grain checkpoint directory, but only 2 jax processes".
+    """
+    slices = _count(answers, "num_slices")
+    if problem := _number("min_slices", value, 0, slices, "slices"):
+        return f"{problem} Use 0 to need all {slices}."
+    fewest = _whole(value)
+    if not fewest or fewest == slices:
+        return ""
+    if answers["dataset_type"] == "grain":
+        return (
+            f"min_slices: {_shown(value)} changes the number of hosts during the run, and MaxText resumes grain's data "
+            "only on the same number. Use min_slices=0, or another dataset_type, e.g. hf"
+        )
+    if dcn_parallelism(answers["dcn_parallelism"], answers):
+        raise KeyError("dcn_parallelism")
+    across = facts.mesh(answers["dcn_parallelism"])
+    if {axis: size for axis, size in across.items() if size != 1} != {"data": -1}:
+        return (
+            f"min_slices: {_shown(value)} needs dcn_parallelism=data=-1, and it is {answers['dcn_parallelism']}: any "
+            "other mesh between slices does not fit fewer of them, or gives a device more to hold"
+        )
+    return ""
+
+
 RULES: dict[str, Callable[[Any, Answers], str]] = {
     rule.__name__: rule
     for rule in (
@@ -593,5 +622,6 @@ RULES: dict[str, Callable[[Any, Answers], str]] = {
         dataset_path,
         dataset_format,
         tokenizer,
+        min_slices,
     )
 }

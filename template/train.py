@@ -18,6 +18,8 @@ from ray.train.v2.jax import JaxTrainer
 from ops import hosts, libtpu, run_env
 
 ROOT = Path(__file__).resolve().parent
+# How often an elastic run looks for slices that are back. Taking them in costs a restart from the last checkpoint.
+RESIZE_SECONDS = float(os.environ.get("RESIZE_SECONDS", "60"))
 
 
 def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
@@ -40,12 +42,18 @@ def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
         # MaxText reports the same global numbers on every host; one log is enough to read. Warnings still show.
         logging.getLogger("absl").setLevel(logging.WARNING)
 
+    # Those of all slices, or in an elastic run of the slices that Ray Train has found whole.
+    devices = get_context().get_world_size() * job["devices_per_host"]
     here, everywhere = jax.local_device_count(), jax.device_count()
-    if (here, everywhere) != (job["devices_per_host"], job["num_devices"]):
+    if (here, everywhere) != (job["devices_per_host"], devices) or devices not in job["devices"]:
         raise RuntimeError(
             f"host {rank} sees {here} of its devices and {everywhere} in all, but run.env promises "
-            f"{job['devices_per_host']} and {job['num_devices']}: wrong topology, or a host that did not join"
+            f"{job['devices_per_host']} and {' or '.join(map(str, job['devices']))}: wrong topology, or a host that "
+            "did not join"
         )
+    whole = devices == job["devices"][-1]
+    if rank == 0 and not whole:
+        print(f"note: training on {devices} of {job['devices'][-1]} devices, so a step has fewer tokens", flush=True)
 
     # The config's text travels with the job, so that the hosts cannot run another version of it.
     folder = Path(tempfile.mkdtemp(prefix="train-"))
@@ -56,7 +64,7 @@ def train_on_host(job: dict[str, Any]) -> tuple[int, int]:
     carried = Path(maxtext.__file__).parent / "assets" / "tokenizers" / str(settings.get("tokenizer_path") or "none")
     if carried.exists():  # the tokenizer is one that the MaxText package carries
         overrides.append(f"tokenizer_path={carried}")
-    if job["kept_step"] and Path(job["kept_step"]).exists():
+    if whole and job["kept_step"] and Path(job["kept_step"]).exists():  # compiled for all slices
         overrides.append(f"compiled_trainstep_file={job['kept_step']}")
 
     from maxtext.trainers.pre_train.train import main
@@ -102,13 +110,15 @@ def main() -> int:
             "overrides": arguments,
             "kept_step": kept_step,
             "devices_per_host": run.devices_per_host,
-            "num_devices": run.num_devices,
+            "devices": run.device_counts,
         },
         scaling_config=ScalingConfig(
             use_tpu=True,
             accelerator_type=run.ray_accelerator_type,
             topology=run.topology,
-            num_workers=run.num_hosts,
+            # With two numbers Ray Train goes on with fewer whole slices, and takes more as soon as they are back.
+            num_workers=(run.min_slices * run.hosts_per_slice, run.num_hosts) if run.elastic else run.num_hosts,
+            elastic_resize_monitor_interval_s=RESIZE_SECONDS,
             resources_per_worker={"TPU": run.chips_per_host},
             placement_strategy="SPREAD",
         ),

@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "num_slices": "2",
         "cluster_mode": "autopilot",
     },
+    "v5p-elastic": {"generation": "v5p", "num_slices": "3", "min_slices": "2"},
     "placeholders": {"project_id": "your-project-id", "bucket": "your-bucket-name"},
 }
 

@@ -221,6 +221,20 @@ def test_make_cluster_gives_up_after_its_time_and_says_what_it_waited_for(site: 
     assert "make cluster waits on, make stop ARGS=--cluster gives up" in printed
 
 
+def test_make_cluster_is_content_with_the_slices_that_are_enough(site: Site, render: Render) -> None:
+    elastic = {"generation": "v5p", "topology": "2x2x2", "num_slices": 2, "min_slices": 1}
+    site.folder = render(project_id="acme-tpu", bucket="acme-tpu-data", namespace=site.namespace, **elastic)
+    process = site.start("cluster", "--wait=0.1", POLL_SECONDS=0.5)
+    site.await_object("rayclusters")
+    site.pod(head())
+    for number in range(2):
+        site.pod(worker(number, ready=True))
+    code, printed = ended(process)
+    assert code == 0, printed
+    assert "not all hosts came within 0.1 min (head ready, 2 of 4 hosts, 1 of 2 slices, 1 are enough" in printed
+    assert "1 of 2 x v5p 2x2x2 are enough to train" in printed
+
+
 def test_an_unknown_cluster_and_placeholders_are_refused_before_anything_is_asked(site: Site, render: Render) -> None:
     code, printed = ended(
         subprocess.Popen(

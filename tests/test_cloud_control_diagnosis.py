@@ -442,6 +442,20 @@ def test_complete_only_when_every_host_of_every_slice_is_ready(diagnosis: Module
     assert not diagnosis.complete(run, pods[1:])
 
 
+def test_enough_when_the_slices_are_whole_that_an_elastic_run_needs(diagnosis: ModuleType) -> None:
+    answers = {"generation": "v5p", "topology": "2x2x2", "num_slices": "3"}
+    pods = [head(), *(worker(number, slice_id, ready=True) for slice_id in range(3) for number in range(2))]
+    elastic, rigid = run_of(**answers, min_slices="2"), run_of(**answers)
+    assert diagnosis.enough(elastic, pods[:-1])
+    text = "head ready, 5 of 6 hosts, 2 of 3 slices"
+    assert diagnosis.arrival(elastic, pods[:-1]) == (5, f"{text}, 2 are enough to train")
+    assert not diagnosis.complete(elastic, pods[:-1])
+    assert not diagnosis.enough(elastic, pods[1:])
+    assert not diagnosis.enough(elastic, [*pods[:2], *pods[3:5], *pods[6:]])
+    assert not diagnosis.enough(rigid, pods[:-1])
+    assert diagnosis.arrival(rigid, pods[:-1]) == (5, text)
+
+
 def test_the_node_pools_are_those_that_the_scripts_make(diagnosis: ModuleType) -> None:
     for name in ("default", "v6e-two-slices-spot", "v5p-reservation"):
         run = sys.modules["ops.run_env"].load(variant(name) / "run.env")

@@ -57,7 +57,9 @@ def test_worker_counts_agree_between_manifest_pools_and_run_env(name: str) -> No
     values = run_env(variant(name))
     group, pod = workers_of(raycluster(variant(name))["spec"])
     chips = int(pod["containers"][0]["resources"]["limits"]["google.com/tpu"])
-    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == int(values["NUM_SLICES"])
+    assert group["replicas"] == group["maxReplicas"] == int(values["NUM_SLICES"])
+    assert group["minReplicas"] == int(values["MIN_SLICES"])
+    assert (group["minReplicas"] < group["replicas"]) == (name == "v5p-elastic")
     assert group["numOfHosts"] == int(values["HOSTS_PER_SLICE"])
     assert chips == int(values["CHIPS_PER_HOST"])
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == values["GKE_ACCELERATOR"]

@@ -61,6 +61,26 @@ def started_here(folder: Path) -> list[str]:
     return [line for line in listed.splitlines() if str(folder) in line and "pytest" not in line]
 
 
+@pytest.mark.sweep
+@pytest.mark.rehearsal
+def test_an_elastic_run_goes_on_without_a_lost_slice_and_takes_it_back_in(render: Render, run_python: Path) -> None:
+    folder = render(**KINDS["multi-slice"], min_slices=1)
+    code, printed, report = rehearse(folder, run_python, "--lose-slice")
+    assert code == 0, printed
+    (start,) = report["starts"]
+    assert [attempt["devices"] for attempt in start["attempts"]] == [16, 8, 16]
+    # What all slices go on from is a checkpoint that fewer have written.
+    _, fewer, grown = start["attempts"]
+    assert grown["steps"][0] > fewer["steps"][0]
+    assert not started_here(folder)
+
+
+def test_a_run_that_needs_all_slices_cannot_rehearse_the_loss_of_one(render: Render, run_python: Path) -> None:
+    code, printed, _ = rehearse(render(**KINDS["multi-slice"]), run_python, "--lose-slice")
+    assert code == 1
+    assert "min_slices=1" in printed
+
+
 @pytest.mark.rehearsal
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_job_trains_checkpoints_and_resumes(kind: str, render: Render, run_python: Path) -> None:

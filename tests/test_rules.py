@@ -90,6 +90,22 @@ REFUSALS = [
         "Hugging Face tokenizers only",
         {"tokenizer": "meta-llama/Meta-Llama-3-8B"},
     ),
+    Refusal({"num_slices": 2, "min_slices": 3}, "from 0 to 2", {"min_slices": 1}),
+    Refusal(
+        {"num_slices": 4, "dcn_parallelism": "data=4", "min_slices": 2},
+        "needs dcn_parallelism=data=-1",
+        {"dcn_parallelism": "data=-1"},
+    ),
+    Refusal(
+        {"num_slices": 2, "dcn_parallelism": "fsdp=-1", "min_slices": 1},
+        "gives a device more to hold",
+        {"dcn_parallelism": "data=-1"},
+    ),
+    Refusal(
+        {"num_slices": 2, "dataset_type": "grain", "dataset_path": "gs://my-bucket/c4/*", "min_slices": 1},
+        "only on the same number",
+        {"min_slices": 0},
+    ),
     # What Copier itself would ignore or take over without a word.
     Refusal({"toplogy": "4x4"}, "Did you mean: topology", {"toplogy": None, "topology": "4x4"}),
     Refusal({"slice": "{}"}, "follows from generation and topology", {"slice": None, "generation": "v5p"}),

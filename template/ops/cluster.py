@@ -95,6 +95,7 @@ class Wait:
         self.cluster = cluster
         self.name = name
         self.reasons: list[Reason] = []
+        self.enough = False  # slices to train with were there at the last look
         self._lasting_since: float | None = None
         self._pools: list[dict[str, Any]] | None = None
         self._pools_read = float("-inf")
@@ -109,6 +110,7 @@ class Wait:
             seen = look(self.cluster, self.name, self._pools)
         except Unreachable as problem:
             return False, str(problem)
+        self.enough = diagnosis.enough(self.cluster.run, seen.pods)
         if diagnosis.complete(self.cluster.run, seen.pods):
             return True, diagnosis.arrival(self.cluster.run, seen.pods)[1]
         self.reasons = diagnosis.explain(self.cluster.run, seen)
@@ -120,7 +122,10 @@ class Wait:
         return False, f"{state}; {self.reasons[0].what}" if self.reasons else state
 
     def until_complete(self, minutes: float) -> None:
-        """Wait with a progress line. Raises UserError, with every reason known, when waiting is of no use or over."""
+        """Wait with a progress line. Raises UserError, with every reason known, when waiting is of no use or over.
+
+        An elastic run may start all the same: `enough` tells.
+        """
         deadline = time.monotonic() + minutes * 60
         with terminal.Progress() as progress:
             while True:
@@ -143,7 +148,7 @@ def told(reasons: list[Reason]) -> str:
 
 
 def main() -> int:
-    """Apply and wait; 0 when every host is there."""
+    """Apply and wait; 0 when every host is there, or the time is over and enough of them are."""
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
     parser.add_argument("--wait", type=float, default=WAIT_MINUTES, metavar="MINUTES", help="for the hosts")
     arguments = parser.parse_args()
@@ -151,8 +156,18 @@ def main() -> int:
     cluster = kube.connect(run)
     prepare(cluster)
     apply(cluster)
+    wait = Wait(cluster, run.raycluster_name)
     try:
-        Wait(cluster, run.raycluster_name).until_complete(arguments.wait)
+        wait.until_complete(arguments.wait)
+    except UserError as problem:
+        if not wait.enough:
+            raise
+        terminal.notice(str(problem))
+        terminal.console.print(
+            f"{run.min_slices} of {run.slice_text} are enough to train, and bill until: make stop ARGS=--cluster. "
+            "Next: make train"
+        )
+        return 0
     except KeyboardInterrupt:
         terminal.notice("the cluster stays asked for: make cluster waits on, make stop ARGS=--cluster gives up")
         raise

@@ -97,12 +97,20 @@ def arrival(run: RunEnv, pods: list[Object]) -> tuple[int, str]:
     text = (
         f"head {'ready' if head else 'not ready'}, {count} of {run.num_hosts} hosts, {whole} of {run.num_slices} slices"
     )
+    if enough(run, pods) and not complete(run, pods):
+        text += f", {run.min_slices} are enough to train"
     return count, text
 
 
 def complete(run: RunEnv, pods: list[Object]) -> bool:
     """True when the head and every host of every slice are ready."""
     return _ready(run, pods) == (True, run.num_hosts, run.num_slices)
+
+
+def enough(run: RunEnv, pods: list[Object]) -> bool:
+    """True for an elastic run of which the head and every host of min_slices slices are ready."""
+    head, _, whole = _ready(run, pods)
+    return run.elastic and head and whole >= run.min_slices
 
 
 def _ready(run: RunEnv, pods: list[Object]) -> tuple[bool, int, int]:

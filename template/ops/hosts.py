@@ -13,6 +13,8 @@ POLL_SECONDS = 2
 REPORT_SECONDS = 30
 # Spot and flex-start capacity may take a while; past this a person should look. In minutes.
 WAIT_MINUTES = float(os.environ.get("HOST_WAIT_MINUTES", "60"))
+# How long a run that has enough slices to start with waits for the rest: less than what a start and a restart cost.
+REST_MINUTES = 5.0
 
 
 def present(run: RunEnv) -> dict[str, set[str]]:
@@ -29,12 +31,12 @@ def present(run: RunEnv) -> dict[str, set[str]]:
     return slices
 
 
-def missing(run: RunEnv) -> str:
-    """Return what is missing for the whole job in one sentence, empty when every host of every slice is there."""
+def missing(run: RunEnv, wanted_slices: int) -> str:
+    """Return what is missing in one sentence, empty when every host of so many slices is there."""
     slices = present(run)
     count = sum(len(workers) for workers in slices.values())
     complete = sum(len(workers) >= run.hosts_per_slice for workers in slices.values())
-    if complete >= run.num_slices:
+    if complete >= wanted_slices:
         return ""
     wanted = {str(number) for number in range(run.hosts_per_slice)}
     gaps = [
@@ -48,10 +50,22 @@ def missing(run: RunEnv) -> str:
 
 
 def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
-    """Return once every host is there; print what is missing meanwhile. Raises TimeoutError after `minutes`."""
+    """Return once every host is there; a run that goes on with fewer slices waits REST_MINUTES for those it can miss.
+
+    Raises TimeoutError after `minutes`.
+    """
+    wait_for(run, run.min_slices, minutes)
+    try:
+        wait_for(run, run.num_slices, min(minutes, REST_MINUTES))
+    except TimeoutError as error:
+        print(f"note: starts without them: {error}", flush=True)
+
+
+def wait_for(run: RunEnv, slices: int, minutes: float) -> None:
+    """Return once every host of so many slices is there; print what is missing meanwhile. Raises TimeoutError."""
     deadline = time.monotonic() + minutes * 60
     reported = None
-    while gap := missing(run):
+    while gap := missing(run, slices):
         now = time.monotonic()
         if now > deadline:
             raise TimeoutError(f"waited {minutes:g} min, but only {gap}")
@@ -62,7 +76,7 @@ def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
 
 
 def watch(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
-    """End this process with code 1 when hosts stay lost, or Ray cannot place the workers on them, for `minutes`.
+    """End this process with code 1 when too few slices are left, or Ray cannot place the workers, for `minutes`.
 
     Ray Train itself would retry for ever.
     """
@@ -72,8 +86,7 @@ def watch(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
         while True:
             time.sleep(REPORT_SECONDS)
             try:
-                if missing(run):
-                    wait(run, minutes)
+                wait_for(run, run.min_slices, minutes)
                 now = time.monotonic()
                 waiting = [group for group in placement_group_table().values() if group["state"] == "PENDING"]
                 unplaced_since = (unplaced_since or now) if waiting else None

@@ -23,7 +23,7 @@ import yaml
 
 from ops import run_env, small_model, terminal, verdict
 from ops.peak_memory import PeakMemory
-from ops.rehearsed_start import RehearsalError, Start, Trainer, committed_steps
+from ops.rehearsed_start import Event, RehearsalError, Start, Trainer, committed_steps
 from ops.run_env import ROOT, RunEnv
 from ops.simulated_slice import SimulatedSlices
 from ops.terminal import Check
@@ -33,6 +33,10 @@ TEXT = ROOT / "rehearsal" / "text.txt"
 FIRST_STEPS = 8
 CHECKPOINT_PERIOD = 4
 MORE_STEPS = 4
+# With a slice that is lost and comes back the rehearsal ends the run: how many steps pass depends on the machine.
+ENDLESS_STEPS = 1_000_000
+ELASTIC_SECONDS = 1200  # at most; it takes about 380 on 2 cores
+RESIZE_SECONDS = 10  # how often the trainer looks for a slice that is back
 # Measured on 2 cores with maxtext 0.2.5: what a Ray worker with a small model takes, and Ray's own processes.
 GIB_PER_HOST = 1.4
 GIB_FOR_RAY = 1.8
@@ -96,7 +100,7 @@ def write_data(folder: Path, hosts: int, tokens: int) -> None:
         pq.write_table(pa.table({"text": paragraphs[host::hosts]}), folder / f"text-{host:03}.parquet")
 
 
-def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]]:
+def overrides(run: RunEnv, config: dict[str, Any], dataset_type: str = "grain") -> tuple[list[str], list[str]]:
     """Return what the rehearsal changes in the run's MaxText config, as key=value, and notices to print."""
     notices = []
     mesh = small_model.small_mesh(config, run.devices_per_slice)
@@ -118,7 +122,7 @@ def overrides(run: RunEnv, config: dict[str, Any]) -> tuple[list[str], list[str]
         # Outlives a rehearsal: the next one compiles less. Not with several hosts: on CPUs only the first would find
         # its programs there, and then wait for the others in a first collective that gives up after 30 s.
         "jax_cache_dir": FOLDER.parent / "jax-cache" if run.num_hosts == 1 else "",
-        "dataset_type": "grain",
+        "dataset_type": dataset_type,
         "grain_file_type": "parquet",
         "grain_train_files": FOLDER / "data" / "*.parquet",
         "grain_worker_count": 0,
@@ -148,14 +152,22 @@ def worker_environment(run: RunEnv) -> dict[str, str]:
     }
 
 
-def rehearse(lose_worker: bool) -> bool:
+def rehearse(lose_worker: bool, lose_slice: bool = False) -> bool:
     """Rehearse once and print the verdict. Return whether every point holds. Raises RehearsalError."""
     began = time.monotonic()
     promised = run_env.load()
     config = yaml.safe_load((ROOT / "config" / "train.yml").read_text(encoding="utf-8"))
     run, notices = scaled(promised, os.cpu_count() or 1, psutil.virtual_memory().available / 2**30)
+    if lose_slice and not run.elastic:
+        raise RehearsalError(
+            f"the run needs all of its slices ({run.slice_text}). To let it go on with fewer: "
+            'make reconfigure ARGS="num_slices=2 min_slices=1"'
+        )
     total = FIRST_STEPS + MORE_STEPS
-    settings, more_notices = overrides(run, config)
+    # Grain cannot resume on another number of hosts: see the rule of min_slices.
+    settings, more_notices = overrides(run, config, "synthetic" if lose_slice else "grain")
+    if lose_slice:
+        settings.append(f"learning_rate_schedule_steps={total}")  # else it would still be warming up at the end
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
@@ -177,6 +189,7 @@ def rehearse(lose_worker: bool) -> bool:
         "RAY_STORAGE_PATH": str(FOLDER / "ray"),
         "HOST_WAIT_MINUTES": "5",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody preempts a simulated host
+        "RESIZE_SECONDS": str(RESIZE_SECONDS),
     }
     peak = PeakMemory()
     with SimulatedSlices(run) as slices, terminal.Progress() as progress:
@@ -186,9 +199,12 @@ def rehearse(lose_worker: bool) -> bool:
         # The trainer takes a while to start, and waits for its hosts as it does on the cluster.
         failures: list[BaseException] = []
 
-        def start_hosts() -> None:
+        def start_hosts(slice_id: int | None = None) -> None:
             try:
-                slices.start_hosts(environment)
+                if slice_id is None:
+                    slices.start_hosts(environment)
+                else:
+                    slices.start_slice(slice_id, environment)
             except BaseException as error:  # handed to the main thread below
                 failures.append(error)
                 trainer.aborted.set()
@@ -196,10 +212,26 @@ def rehearse(lose_worker: bool) -> bool:
         # A copy: while a host starts, this process's own environment is that host's.
         trainer = Trainer(slices, settings, dict(os.environ) | driver, checkpoints, progress)
         threading.Thread(target=start_hosts, daemon=True).start()
+        last, fewer = run.num_slices - 1, run.num_devices - run.devices_per_slice
+
+        def has_saved(start: Start) -> bool:
+            return bool(start.attempts) and len(start.attempts[-1].steps) > CHECKPOINT_PERIOD + 1
+
         try:
             if lose_worker:
+                events = [Event(has_saved, trainer.lose_worker)]
+                first = trainer.start("train, lose a worker", total, FOLDER / "train-1.log", events)
+                second = None
+                saved = first.saved
+            elif lose_slice:
+                again = threading.Thread(target=start_hosts, args=[last], daemon=True)
+                events = [
+                    Event(has_saved, lambda: slices.lose_slice(last)),
+                    Event(lambda start: has_saved(start) and verdict.trained_on(start, fewer), again.start),
+                    Event(lambda start: verdict.trained_on(start, fewer, run.num_devices), trainer.aborted.set),
+                ]
                 first = trainer.start(
-                    "train, lose a worker", total, FOLDER / "train-1.log", lose_worker_at=CHECKPOINT_PERIOD + 1
+                    "train, lose a slice", ENDLESS_STEPS, FOLDER / "train-1.log", events, ELASTIC_SECONDS
                 )
                 second = None
                 saved = first.saved
@@ -214,13 +246,17 @@ def rehearse(lose_worker: bool) -> bool:
                 slices.keep_logs(FOLDER / "ray-logs")
         if failures:
             raise failures[0]
-        points = verdict.checks(run, first, second, saved, total)
+        points = verdict.checks(run, first, saved)
+        if lose_slice:
+            points += verdict.elastic_checks(run, first)
+        else:
+            points += verdict.restart_checks(first, second, saved, total)
         if not all(point.passed for point in points):
             slices.keep_logs(FOLDER / "ray-logs")
         peak.stop()
     passed = terminal.verdict(f"Rehearsal of {promised.model} on {promised.slice_text}", points)
     for start, log in ((first, "train-1.log"), (second, "train-2.log")):
-        if start and start.returncode and start.error:
+        if not passed and start and start.returncode and start.error:
             terminal.error(f"{start.error} (all of it: {FOLDER.relative_to(ROOT) / log})")
     write_report(began, first, second, peak, points)
     return passed
@@ -243,10 +279,12 @@ def write_report(began: float, first: Start, second: Start | None, peak: PeakMem
 def main() -> int:
     """Rehearse; exit code 0 when every point of the verdict holds, 1 when one does not, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="make rehearse", description=__doc__)
-    parser.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
+    loss = parser.add_mutually_exclusive_group()
+    loss.add_argument("--lose-worker", action="store_true", help="kill a worker mid-run, not a second start")
+    loss.add_argument("--lose-slice", action="store_true", help="kill a slice mid-run, and start it again later")
     arguments = parser.parse_args()
     try:
-        return 0 if rehearse(arguments.lose_worker) else 1
+        return 0 if rehearse(arguments.lose_worker, arguments.lose_slice) else 1
     except KeyboardInterrupt:
         terminal.error("interrupted; everything that was started has been ended")
         raise

@@ -1,18 +1,20 @@
 """One start of train.py against the simulated slices: run, followed by its log, and never left running."""
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
 from ops import terminal
 from ops.run_env import ROOT
-from ops.run_log import Step, completed_step
+from ops.run_log import Step, completed_step, mesh_devices
 from ops.simulated_slice import SimulatedSlices
 
 # Ray Train says so every second where there is no dashboard, as here; on the cluster there is one.
@@ -36,16 +38,34 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 @dataclasses.dataclass
+class Attempt:
+    """One time that the workers came up within a start."""
+
+    devices: int  # in the mesh
+    saved: list[int]  # steps whose checkpoints were committed before it
+    steps: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
 class Start:
     """One start of train.py and what its log showed."""
 
     returncode: int
     steps: list[Step]
     placed: set[tuple[str, str]]  # (slice name, worker id) of every Ray Train worker
-    mesh_devices: int | None
+    mesh_devices: int | None  # of the first mesh
     seconds: dict[str, float]  # when things happened first, since the start
     saved: list[int]  # steps whose checkpoints were committed when the workers last came up
     error: str
+    attempts: list[Attempt] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that happens to the run, once its log has come so far."""
+
+    due: Callable[[Start], bool]
+    happen: Callable[[], None]
 
 
 class Trainer:
@@ -66,8 +86,10 @@ class Trainer:
         self.progress = progress
         self.aborted = threading.Event()  # set it to end a start early
 
-    def start(self, phase: str, steps: int, log: Path, lose_worker_at: int | None = None) -> Start:
-        """Run train.py for `steps` steps; with `lose_worker_at` kill one worker once that step is complete.
+    def start(
+        self, phase: str, steps: int, log: Path, events: Sequence[Event] = (), seconds: float = math.inf
+    ) -> Start:
+        """Run train.py for `steps` steps and at most `seconds`; `events` happen one after the other, each when due.
 
         Raises RehearsalError when it is silent for SILENCE_SECONDS.
         """
@@ -93,7 +115,7 @@ class Trainer:
                 while process.poll() is None:
                     if time.monotonic() - heard[0] > SILENCE_SECONDS:
                         hung.set()
-                    if hung.is_set() or self.aborted.is_set():
+                    if hung.is_set() or self.aborted.is_set() or time.monotonic() - began > seconds:
                         process.kill()
                         return
                     time.sleep(0.5)
@@ -109,9 +131,9 @@ class Trainer:
                     sink.write(line)
                     sink.flush()
                     self._read(line, result, time.monotonic() - began, phase)
-                    if lose_worker_at is not None and result.steps and result.steps[-1].step >= lose_worker_at:
-                        self._lose_worker()
-                        lose_worker_at = None
+                    if events and events[0].due(result):
+                        events[0].happen()
+                        events = events[1:]
                 result.returncode = process.wait()
             finally:
                 process.kill()
@@ -124,6 +146,8 @@ class Trainer:
         if step := completed_step(line):
             result.seconds.setdefault("first step", now)
             result.steps.append(step)
+            if result.attempts:
+                result.attempts[-1].steps.append(step.step)
             self.progress.update(
                 phase, f"step {step.step}  loss {step.loss:.3f}  {step.tokens_per_device:.0f} tokens/s/device"
             )
@@ -132,14 +156,15 @@ class Trainer:
             result.placed.add((found[1], found[2]))
             result.saved = committed_steps(self.checkpoints)
             self.progress.update(phase, "importing MaxText on every host")
-        elif found := re.search(r"Num_devices: (\d+), shape", line):
+        elif devices := mesh_devices(line):
             result.seconds.setdefault("mesh", now)
-            result.mesh_devices = int(found[1])
+            result.mesh_devices = result.mesh_devices or devices
+            result.attempts.append(Attempt(devices, result.saved))
             self.progress.update(phase, "compiling the step")
         elif "error: " in line or re.match(r"\S*(Error|Exception)\b", line.split("ip=")[-1].partition(") ")[2] or line):
             result.error = line.strip()
 
-    def _lose_worker(self) -> None:
+    def lose_worker(self) -> None:
         """Kill one Ray Train worker outright, as a lost host would end it."""
         workers = [process for process in self.slices.processes() if "RayTrainWorker" in process_name(process)]
         if not workers:

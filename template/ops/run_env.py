@@ -39,6 +39,7 @@ class RunEnv:
     generation: str
     topology: str
     num_slices: int
+    min_slices: int  # as many are enough to go on; num_slices where all are needed
     hosts_per_slice: int
     chips_per_host: int
     chips_per_slice: int
@@ -62,6 +63,11 @@ class RunEnv:
     price_date: str
 
     @property
+    def elastic(self) -> bool:
+        """True when the run goes on with fewer slices while some are lost."""
+        return self.min_slices < self.num_slices
+
+    @property
     def num_hosts(self) -> int:
         """Hosts of all slices: one Ray worker each."""
         return self.num_slices * self.hosts_per_slice
@@ -70,6 +76,11 @@ class RunEnv:
     def num_devices(self) -> int:
         """JAX devices of all slices."""
         return self.num_slices * self.devices_per_slice
+
+    @property
+    def device_counts(self) -> list[int]:
+        """JAX devices that the run may train on: those of min_slices to num_slices slices."""
+        return [count * self.devices_per_slice for count in range(self.min_slices, self.num_slices + 1)]
 
     @property
     def slice_text(self) -> str:

@@ -1,4 +1,4 @@
-"""What a training log tells: MaxText's line of each step."""
+"""What a training log tells: MaxText's lines about the mesh and about each step."""
 
 import dataclasses
 import re
@@ -18,6 +18,12 @@ class Step:
     tflops_per_device: float
     tokens_per_device: float
     loss: float
+
+
+def mesh_devices(line: str) -> int | None:
+    """Return how many JAX devices the mesh has that `line` reports, or None when it reports none."""
+    found = re.search(r"Num_devices: (\d+), shape", line)
+    return int(found[1]) if found else None
 
 
 def completed_step(line: str) -> Step | None:

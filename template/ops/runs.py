@@ -17,7 +17,7 @@ from ops.forward import Forward
 from ops.kube import Kube, Object
 from ops.ray_jobs import ANSWER_MINUTES, Jobs
 from ops.run_env import ROOT, RunEnv
-from ops.run_log import Step, completed_step
+from ops.run_log import Step, completed_step, mesh_devices
 from ops.terminal import UserError
 
 LOGS = ROOT / "build" / "runs"
@@ -107,13 +107,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
 
 
-def state(run: RunEnv, step: Step, total: int, recent: list[float]) -> str:
-    """Return one step as the progress line has it. tokens/s is of all devices, MFU of the bf16 peak."""
+def state(run: RunEnv, step: Step, total: int, recent: list[float], devices: int) -> str:
+    """Return one step as the progress line has it. tokens/s is of the run's `devices`, MFU of the bf16 peak."""
     utilization = 100 * step.tflops_per_device / run.peak_tflops_per_device
     left = max(0, total - step.step - 1) * statistics.mean(recent)
+    fewer = f"  {devices // run.devices_per_slice} of {run.num_slices} slices" if devices < run.num_devices else ""
     return (
         f"step {step.step + 1}/{total}  loss {step.loss:.3f}  "
-        f"{step.tokens_per_device * run.num_devices:,.0f} tokens/s  MFU {utilization:.1f} %  {duration(left)} left"
+        f"{step.tokens_per_device * devices:,.0f} tokens/s  MFU {utilization:.1f} %  {duration(left)} left{fewer}"
     )
 
 
@@ -126,6 +127,7 @@ class View:
         self.name = str(job.submission_id)
         self.progress = progress
         self.step: Step | None = None
+        self.devices = run.num_devices  # fewer while slices are lost
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         LOGS.mkdir(parents=True, exist_ok=True)
@@ -142,15 +144,16 @@ class View:
                 self._recent.clear()
             self.step = step
             self._recent.append(step.seconds)
-            self.progress.update(self.name, state(self.run, step, self.total, list(self._recent)))
+            self.progress.update(self.name, state(self.run, step, self.total, list(self._recent), self.devices))
             return
+        self.devices = mesh_devices(line) or self.devices
         self.tail.append(line)
         if NOTABLE.search(line):
             terminal.console.print(line, markup=False)
-        elif self.step is None and (
-            found := re.search(r"host (\d+): \S+, TPU_WORKER_ID|Num_devices: \d+, shape", line)
-        ):
-            self.progress.update(f"{self.name} starts", "importing MaxText" if found[1] else "compiling the step")
+        elif self.step is None and re.search(r"host \d+: \S+, TPU_WORKER_ID", line):
+            self.progress.update(f"{self.name} starts", "importing MaxText")
+        elif self.step is None and mesh_devices(line):
+            self.progress.update(f"{self.name} starts", "compiling the step")
 
     def close(self) -> None:
         """The log is complete."""

@@ -4,6 +4,7 @@ Each simulated host is a raylet with the environment that GKE's device plugin an
 Ray derives its slice labels and the slice's head resource from that environment, exactly as it does on the slice.
 """
 
+import collections
 import ctypes
 import os
 import secrets
@@ -37,6 +38,7 @@ class SimulatedSlices:
     def __init__(self, run: RunEnv) -> None:
         self.run = run
         self._gcs_port = free_port()
+        self._hosts: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)  # nodes by slice
         self._seen: set[psutil.Process] = set()
         self._looking = threading.Lock()  # guards _seen
         self._adding = threading.Lock()  # held while a node starts
@@ -78,8 +80,8 @@ class SimulatedSlices:
         """Where a driver connects: RAY_ADDRESS."""
         return str(self._cluster.address)
 
-    def _add_node(self, env_vars: dict[str, str], **arguments: Any) -> None:
-        """Start one node, again if Ray finds it too slow."""
+    def _add_node(self, env_vars: dict[str, str], **arguments: Any) -> Any:
+        """Start one node, again if Ray finds it too slow, and return Ray's handle of it."""
         # Said outright: what runs in a node could otherwise take another Ray on this machine for its own.
         env_vars = env_vars | {"RAY_ADDRESS": f"{self._ip(1)}:{self._gcs_port}"}
         for _ in range(ATTEMPTS):
@@ -88,8 +90,9 @@ class SimulatedSlices:
                     raise SliceError("the rehearsal is ending")
                 others = set(self.processes())
                 try:
-                    self._cluster.add_node(env_vars=env_vars, object_store_memory=OBJECT_STORE_BYTES, **arguments)
-                    return
+                    return self._cluster.add_node(
+                        env_vars=env_vars, object_store_memory=OBJECT_STORE_BYTES, **arguments
+                    )
                 except Exception as error:  # Ray raises a bare Exception for a slow node
                     # The trainer, which may have started meanwhile, has a session of its own.
                     end([process for process in self.processes() if process not in others and in_our_session(process)])
@@ -117,35 +120,45 @@ class SimulatedSlices:
         Raises SliceError when one does not start, or Ray does not see all of them within JOIN_SECONDS.
         """
         for slice_id in range(self.run.num_slices):
-            for worker_id in range(self.run.hosts_per_slice):
-                number = slice_id * self.run.hosts_per_slice + worker_id
-                pod = {
-                    "TPU_NAME": f"{self.run.raycluster_name}-{slice_id}",
-                    "TPU_WORKER_ID": str(worker_id),
-                    "TPU_WORKER_HOSTNAMES": ",".join(["localhost"] * self.run.hosts_per_slice),
-                    "TPU_TOPOLOGY": self.run.topology,
-                    "TPU_ACCELERATOR_TYPE": self.run.gke_tpu_env,
-                }
-                # The node's labels come from this process's environment, its workers' from env_vars.
-                os.environ.update(pod)
-                try:
-                    self._add_node(
-                        pod | worker_environment,
-                        wait=False,
-                        num_cpus=1,  # the share that Ray's slice reservation asks of each host
-                        resources={"TPU": self.run.chips_per_host},
-                        labels={"ray.io/accelerator-type": self.run.ray_accelerator_type},
-                        node_ip_address=self._ip(2 + number),
-                    )
-                finally:
-                    for key in pod:
-                        del os.environ[key]
+            self.start_slice(slice_id, worker_environment)
         try:
             self._cluster.wait_for_nodes(timeout=JOIN_SECONDS)
         except TimeoutError:
             raise SliceError(
                 f"not all simulated hosts joined Ray within {JOIN_SECONDS} s: end what else runs here"
             ) from None
+
+    def start_slice(self, slice_id: int, worker_environment: dict[str, str]) -> None:
+        """Start the hosts of one slice, without a wait for Ray to see them. Raises SliceError."""
+        for worker_id in range(self.run.hosts_per_slice):
+            number = slice_id * self.run.hosts_per_slice + worker_id
+            pod = {
+                "TPU_NAME": f"{self.run.raycluster_name}-{slice_id}",
+                "TPU_WORKER_ID": str(worker_id),
+                "TPU_WORKER_HOSTNAMES": ",".join(["localhost"] * self.run.hosts_per_slice),
+                "TPU_TOPOLOGY": self.run.topology,
+                "TPU_ACCELERATOR_TYPE": self.run.gke_tpu_env,
+            }
+            # The node's labels come from this process's environment, its workers' from env_vars.
+            os.environ.update(pod)
+            try:
+                node = self._add_node(
+                    pod | worker_environment,
+                    wait=False,
+                    num_cpus=1,  # the share that Ray's slice reservation asks of each host
+                    resources={"TPU": self.run.chips_per_host},
+                    labels={"ray.io/accelerator-type": self.run.ray_accelerator_type},
+                    node_ip_address=self._ip(2 + number),
+                )
+                self._hosts[slice_id].append(node)
+            finally:
+                for key in pod:
+                    del os.environ[key]
+
+    def lose_slice(self, slice_id: int) -> None:
+        """Kill all hosts of one slice outright, with their workers."""
+        for node in self._hosts.pop(slice_id):
+            self._cluster.remove_node(node, allow_graceful=False)
 
     def processes(self) -> list[psutil.Process]:
         """Return every living process that was started from here, however it was detached.

@@ -10,7 +10,7 @@ from ops import diagnosis, kube, ray_jobs, run_env, runs, terminal
 from ops.cluster import Wait, look, told
 from ops.kube import Kube, Object, Unreachable
 from ops.ray_jobs import Jobs
-from ops.run_log import completed_step
+from ops.run_log import completed_step, mesh_devices
 from ops.terminal import UserError
 
 POLL_SECONDS = 5
@@ -23,9 +23,12 @@ class Moved(Exception):
 def summary(jobs: Jobs, submission_id: str, run: run_env.RunEnv) -> str:
     """Return the state of one run, with its last step, on one line."""
     details = jobs.details(submission_id)
-    steps = [step for step in map(completed_step, jobs.log(submission_id).splitlines()) if step]
+    lines = jobs.log(submission_id).splitlines()
+    steps = [step for step in map(completed_step, lines) if step]
     recent = [step.seconds for step in steps[-runs.RECENT_STEPS :]]
-    last = runs.state(run, steps[-1], runs.steps_of(details.entrypoint), recent) if steps else "no step yet"
+    devices = [count for count in map(mesh_devices, lines) if count] or [run.num_devices]
+    total = runs.steps_of(details.entrypoint)
+    last = runs.state(run, steps[-1], total, recent, devices[-1]) if steps else "no step yet"
     return f"{submission_id} {JobStatus(details.status).value.lower()}: {last}"
 
 

@@ -8,13 +8,10 @@ from ops.run_env import RunEnv
 from ops.terminal import Check
 
 
-def checks(run: RunEnv, first: Start, second: Start | None, saved: list[int], total: int) -> list[Check]:
-    """Return the points of the verdict. `saved` are the steps committed when the first start ended or was broken."""
-    last = second or first
+def checks(run: RunEnv, first: Start, saved: list[int]) -> list[Check]:
+    """Return the points of every verdict. `saved` are the steps committed when the first start ended or was broken."""
     losses = [step.loss for step in first.steps]
     finite = bool(losses) and all(map(math.isfinite, losses))
-    resumed = resumed_at(first, second)
-    expected = saved[-1] + 1 if saved else None
     return [
         Check(
             "hosts placed one to one",
@@ -34,6 +31,15 @@ def checks(run: RunEnv, first: Start, second: Start | None, saved: list[int], to
             else "no step",
         ),
         Check("checkpoint committed", bool(saved) and saved[-1] > 0, f"steps {', '.join(map(str, saved)) or 'none'}"),
+    ]
+
+
+def restart_checks(first: Start, second: Start | None, saved: list[int], total: int) -> list[Check]:
+    """Return the points about the second start, or the restart of a worker, and about the end."""
+    last = second or first
+    resumed = resumed_at(first, second)
+    expected = saved[-1] + 1 if saved else None
+    return [
         Check(
             "resumed at the right step",
             resumed is not None and resumed == expected,
@@ -45,6 +51,37 @@ def checks(run: RunEnv, first: Start, second: Start | None, saved: list[int], to
             f"exit code {last.returncode} after step {last.steps[-1].step if last.steps else 'none'} of {total}",
         ),
     ]
+
+
+def elastic_checks(run: RunEnv, start: Start) -> list[Check]:
+    """Return the points about a slice that was lost and came back: the run goes on without it, and then with it."""
+    fewer = run.num_devices - run.devices_per_slice
+    attempts = [attempt for attempt in start.attempts if attempt.steps]
+    told = [f"{len(attempt.steps)} on {attempt.devices} devices" for attempt in attempts]
+    resumed = [(attempt.steps[0], attempt.saved[-1] if attempt.saved else None) for attempt in attempts[1:]]
+    return [
+        Check(
+            "went on without the slice",
+            trained_on(start, run.num_devices, fewer),
+            f"steps: {', then '.join(told) or 'none'}",
+        ),
+        Check(
+            "took the slice back in",
+            trained_on(start, run.num_devices, fewer, run.num_devices),
+            f"{attempts[-1].devices if attempts else 'no'} of {run.num_devices} devices at the end",
+        ),
+        Check(
+            "resumed at the right steps",
+            bool(resumed) and all(saved is not None and step == saved + 1 for step, saved in resumed),
+            "; ".join(f"went on with step {step} after checkpoint {saved}" for step, saved in resumed) or "never",
+        ),
+    ]
+
+
+def trained_on(start: Start, *devices: int) -> bool:
+    """True when there were steps on so many devices, in this order."""
+    attempts = iter(attempt.devices for attempt in start.attempts if attempt.steps)
+    return all(count in attempts for count in devices)
 
 
 def resumed_at(first: Start, second: Start | None) -> int | None:
