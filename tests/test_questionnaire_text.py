@@ -244,7 +244,8 @@ def test_a_name_that_a_shell_or_yaml_would_misread_is_refused(name: str, value: 
 @given(value=st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.sampled_from(HOSTILE), st.text()))
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_a_number_is_refused_or_is_the_whole_number_typed(name: str, value: Any) -> None:
-    answers = {"steps": 100, "generation": "v6e", "topology": "4x4"}
+    slices = {"num_slices": 4, "dcn_parallelism": "data=-1", "dataset_type": "synthetic", "model": "llama3-8b"}
+    answers = {"steps": 100, "generation": "v6e", "topology": "4x4"} | slices
     if not questionnaire.rules.RULES[name](value, answers):
         assert not isinstance(value, (bool, float))
         assert str(int(value)) == str(value)
