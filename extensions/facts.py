@@ -238,11 +238,11 @@ def estimated_gib(
     """
     record = MODELS[model]
     tokens = batch * (sequence or PLANS["plain"]["sequence_length"])
-    saved = 0 if recipe == "plain" else PLANS["recipe"][recipe]["saved"]
+    counted = PLANS["plain"] if recipe == "plain" else PLANS["recipe"][recipe]
     parameters, embedding = record["parameters_b"] * 1e9, record["vocab_size"] * record["emb_dim"]
     gradients = 4 * parameters / slice_of(generation, topology).devices
-    kept = 2 * record["layers"] * (record["emb_dim"] + saved * record["attention_dim"]) * tokens
-    loss = 4 * record["vocab_size"] * tokens + 6 * embedding + (gradients if recipe != "plain" else 0)
+    kept = 2 * record["layers"] * (record["emb_dim"] + counted["saved"] * record["attention_dim"]) * tokens
+    loss = counted["logits"] * record["vocab_size"] * tokens + 6 * embedding + (0 if recipe == "plain" else gradients)
     weights = LAYER_BYTES[record["kind"]] * max(parameters - embedding, 0) / record["layers"]
     layer = gradients + weights + TOKEN_BYTES * tokens * record["emb_dim"]
     return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
