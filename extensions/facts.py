@@ -213,7 +213,9 @@ def recipe_flags(recipe: str, generation: str) -> list[str]:
     if recipe == "plain":
         return []
     groups = [group["flags"] for group in PLANS["flags"].values() if generation in group["generations"]]
-    return list(groups[0]) if groups else []
+    if not groups:
+        return []
+    return [f"--xla_tpu_scoped_vmem_limit_kib={PLANS['scoped_vmem_limit_kib'][generation]}", *groups[0]]
 
 
 def usable_gib(generation: str) -> float:

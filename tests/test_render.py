@@ -358,5 +358,5 @@ def test_the_default_job_is_estimated_well_above_the_tutorial() -> None:
     tutorial = facts.PLANS["tutorial"]
     assert plan.compiled
     assert plan.tokens_per_second >= 2.5 * tutorial["published"]
-    assert plan.tokens_per_second >= 2.4 * tutorial["estimated"]
+    assert plan.tokens_per_second >= 2.5 * tutorial["estimated"]
     assert "offload" not in plan.settings.values()
