@@ -31,16 +31,16 @@ pytest: .venv/synced ## Tests only
 	@echo "test: Python 3.12 environment for the rehearsals"
 	@VENV=$(SHARED_VENV) ./template/setup.sh
 	@# A file at a time for each of two workers, so that never two rehearsals run at once.
-	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-cluster: .venv/synced ## The manifests and the cloud commands against a real Kubernetes API server (needs Go; the first build takes 10 minutes)
 	@VENV=$(SHARED_VENV) ./template/setup.sh
 	@$(PYTHON) -m tests.control_plane
-	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -m cluster $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest -m cluster $(PYTEST_ARGS)
 
 sweep: .venv/synced ## The long proofs: every model in small, every slice and capacity through gcloud
 	@VENV=$(SHARED_VENV) ./template/setup.sh
-	@RUN_PYTHON=$(SHARED_VENV)/bin/python $(PYTHON) -m pytest -m sweep $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest -m sweep $(PYTEST_ARGS)
 
 format: .venv/synced ## Format the Python code and mend what the linter can
 	@.venv/bin/ruff check --quiet --fix .

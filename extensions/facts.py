@@ -6,6 +6,8 @@ version that it renders.
 """
 
 import csv
+import hashlib
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -23,11 +25,12 @@ _MODELS = _table("models.toml")
 PLANS = _table("plans.toml")
 
 # Columns of plans.csv, one row a compile; `problem` is empty for a step that compiles, `hbm` for one that does not fit
-# (hbm_gib is then what it would need, if the compiler says so), else what the compiler says.
+# (hbm_gib is then what it would need, if the compiler says so), else what the compiler says; `configuration` is the
+# recipe's fingerprint.
 COLUMNS = (
     *("model", "generation", "topology", "num_slices", "recipe", "sequence_length", "per_device_batch_size"),
     *("hbm_gib", "step_seconds", "tokens_per_second", "mfu", "binds", "problem"),
-    *("libtpu", "maxtext", "date", "compile_seconds"),
+    *("libtpu", "maxtext", "configuration", "date", "compile_seconds"),
 )
 
 
@@ -216,6 +219,12 @@ def recipe_flags(recipe: str, generation: str) -> list[str]:
     if not groups:
         return []
     return [f"--xla_tpu_scoped_vmem_limit_kib={PLANS['scoped_vmem_limit_kib'][generation]}", *groups[0]]
+
+
+def recipe_fingerprint(recipe: str, generation: str) -> str:
+    """Name the settings and flags that a recipe has on a generation, so that a row of older ones can be told."""
+    parts = [recipe_settings(recipe), recipe_flags(recipe, generation)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def usable_gib(generation: str) -> float:

@@ -138,15 +138,13 @@ def questionnaire() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def run_python() -> Path:
-    """A Python with the generated repository's lock installed (maxtext, ray): RUN_PYTHON, or the
-    environment that `make demo` leaves in build/.
+    """A Python with the generated repository's lock installed (maxtext, ray): RUN_PYTHON, or the environment that every
+    target of the Makefile makes before it tests.
     """
-    named = os.environ.get("RUN_PYTHON")
-    found = [Path(named)] if named else sorted(ROOT.glob("build/*/.venv/bin/python"))
-    for python in found:
-        if python.exists():
-            return python
-    pytest.skip("needs a Python with the generated repository's lock: run `make demo` first, or set RUN_PYTHON")
+    python = Path(os.environ.get("RUN_PYTHON", ROOT / "build/venv312/bin/python"))
+    if python.exists():
+        return python
+    pytest.skip(f"{python} is missing, a Python with the generated repository's lock: run `make demo` first")
 
 
 @pytest.fixture(scope="session")

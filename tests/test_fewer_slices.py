@@ -118,7 +118,7 @@ VERDICT = """
 from ops import run_env, verdict
 from ops.rehearsed_start import Attempt, Start
 def told(*attempts):
-    start = Start(-9, [], set(), 16, {}, [], "", [Attempt(*attempt) for attempt in attempts])
+    start = Start(-9, [], set(), {}, [], "", [Attempt(*attempt) for attempt in attempts])
     print(*(f"{check.passed}: {check.seen}" for check in verdict.elastic_checks(run_env.load(), start)), sep="\\n")
 told((16, [], [0, 1, 2, 3, 4, 5]), (8, [0, 4], [5, 6, 7, 8, 9]), (16, [4, 8], [9]))
 told((16, [], [0, 1, 2, 3, 4, 5]), (8, [0, 4], []), (8, [0, 4], [6]))

@@ -91,7 +91,7 @@ def test_every_kind_of_job_trains_checkpoints_and_resumes(kind: str, render: Ren
     first, second = report["starts"]
     hosts, devices = HOSTS_AND_DEVICES[kind]
     assert len(first["placed"]) == hosts
-    assert first["mesh_devices"] == devices
+    assert first["attempts"][0]["devices"] == devices
     assert [step["step"] for step in first["steps"]] == list(range(8))
     assert [step["step"] for step in second["steps"]] == list(range(8, 12))
     assert first["steps"][-1]["loss"] < first["steps"][0]["loss"]

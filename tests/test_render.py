@@ -334,6 +334,8 @@ def test_the_table_of_plans_is_consistent() -> None:
         assert row["topology"] in facts.topologies(row["generation"]), row
         assert row["recipe"] in facts.recipes_of(row["generation"]), row
         assert row["model"] in facts.MODELS, row
+        # After a change of a recipe its rows are to be removed, and made again by `make plans`.
+        assert row["configuration"] == facts.recipe_fingerprint(row["recipe"], row["generation"]), row
         if not row["problem"]:
             assert 0 < float(row["hbm_gib"]) <= facts.GENERATIONS[row["generation"]]["hbm_gib_per_device"], row
             assert float(row["tokens_per_second"]) > 0, row

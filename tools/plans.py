@@ -125,7 +125,7 @@ def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
         "sequence_length": str(plain["sequence_length"]),
         "per_device_batch_size": f"{batch:g}",
         **dict.fromkeys(("hbm_gib", "step_seconds", "tokens_per_second", "mfu", "binds", "problem"), ""),
-        **{name: libtpu.versions()[name] for name in ("libtpu", "maxtext")},
+        **made_by(job, recipe),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "compile_seconds": f"{time.monotonic() - began:.0f}",
     }
@@ -155,19 +155,32 @@ def add(row: dict[str, str]) -> None:
         writer.writerow(row)
 
 
+def made_by(job: Job, recipe: str) -> dict[str, str]:
+    """What a row has to have been made with to be of use: today's compiler, MaxText and recipe."""
+    versions = libtpu.versions()
+    configuration = facts.recipe_fingerprint(recipe, job.generation)
+    return {"libtpu": versions["libtpu"], "maxtext": versions["maxtext"], "configuration": configuration}
+
+
+def job_of(row: dict[str, str]) -> Job:
+    """The job of a row."""
+    return Job(row["model"], row["generation"], row["topology"], int(row["num_slices"]))
+
+
+def is_current(row: dict[str, str]) -> bool:
+    """Whether a row was made with what is here today."""
+    return made_by(job_of(row), row["recipe"]).items() <= row.items()
+
+
 def known(job: Job, recipe: str) -> dict[float, dict[str, str]]:
-    """Rows of this job and recipe that this compiler made, by batch."""
+    """Current rows of this job and recipe, by batch."""
     if not TABLE.exists():
         return {}
-    versions = libtpu.versions()
     with TABLE.open(newline="", encoding="utf-8") as file:
         return {
             float(row["per_device_batch_size"]): row
             for row in csv.DictReader(file)
-            if (row["model"], row["generation"], row["topology"], int(row["num_slices"]), row["recipe"])
-            == (*job, recipe)
-            and row["libtpu"] == versions["libtpu"]
-            and row["maxtext"] == versions["maxtext"]
+            if (job_of(row), row["recipe"]) == (job, recipe) and is_current(row)
         }
 
 
@@ -235,24 +248,23 @@ def sweep(pattern: str, only_recipe: str, tries: int, hours: float) -> list[str]
 
 def spot_check(count: int) -> list[str]:
     """Compile `count` rows again, the quickest of as many generations; return how they differ from the table."""
-    versions = libtpu.versions()
-    ours = [row for row in facts.COMPILED if all(row[name] == versions[name] for name in ("libtpu", "maxtext"))]
-    if not ours:
-        return [f"no row of {TABLE.name} was made by {versions}: run `make plans`"]
+    current = [row for row in facts.COMPILED if is_current(row)]
+    if not current:
+        return [f"no row of {TABLE.name} was made with today's compiler and recipes: run `make plans`"]
     quickest: dict[str, dict[str, str]] = {}
-    for row in sorted(ours, key=lambda row: int(row["compile_seconds"])):
+    for row in sorted(current, key=lambda row: int(row["compile_seconds"])):
         quickest.setdefault(row["generation"], row)
     differences = []
     for row in list(quickest.values())[:count]:
-        job = Job(row["model"], row["generation"], row["topology"], int(row["num_slices"]))
-        again = compiled(job, row["recipe"], float(row["per_device_batch_size"]))
-        print(f"{job}, {row['recipe']}: {again['hbm_gib']} GiB, {again['tokens_per_second']} tokens/s", flush=True)
+        what = f"{job_of(row)}, {row['recipe']}"
+        again = compiled(job_of(row), row["recipe"], float(row["per_device_batch_size"]))
+        print(f"{what}: {again['hbm_gib']} GiB, {again['tokens_per_second']} tokens/s", flush=True)
         for name in ("hbm_gib", "tokens_per_second", "mfu"):
             before, now = float(row[name] or 0), float(again[name] or 0)
             if abs(now - before) > SPOT_CHECK_ERROR * before:
-                differences.append(f"{job}, {row['recipe']}: {name} is {now:g}, the table has {before:g}")
+                differences.append(f"{what}: {name} is {now:g}, the table has {before:g}")
         if again["problem"] != row["problem"]:
-            differences.append(f"{job}, {row['recipe']}: now '{again['problem']}', the table has '{row['problem']}'")
+            differences.append(f"{what}: now '{again['problem']}', the table has '{row['problem']}'")
     return differences
 
 

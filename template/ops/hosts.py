@@ -55,6 +55,8 @@ def wait(run: RunEnv, minutes: float = WAIT_MINUTES) -> None:
     Raises TimeoutError after `minutes`.
     """
     wait_for(run, run.min_slices, minutes)
+    if not run.elastic:
+        return
     try:
         wait_for(run, run.num_slices, min(minutes, REST_MINUTES))
     except TimeoutError as error:

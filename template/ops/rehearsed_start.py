@@ -53,7 +53,6 @@ class Start:
     returncode: int
     steps: list[Step]
     placed: set[tuple[str, str]]  # (slice name, worker id) of every Ray Train worker
-    mesh_devices: int | None  # of the first mesh
     seconds: dict[str, float]  # when things happened first, since the start
     saved: list[int]  # steps whose checkpoints were committed when the workers last came up
     error: str
@@ -94,7 +93,7 @@ class Trainer:
         Raises RehearsalError when it is silent for SILENCE_SECONDS.
         """
         began = time.monotonic()
-        result = Start(1, [], set(), None, {}, [], "")
+        result = Start(1, [], set(), {}, [], "")
         with (
             log.open("w", encoding="utf-8") as sink,
             subprocess.Popen(
@@ -137,6 +136,8 @@ class Trainer:
                 result.returncode = process.wait()
             finally:
                 process.kill()
+        if result.returncode and time.monotonic() - began > seconds:
+            result.error = f"train.py had not come so far after {seconds:g} s, and was ended"
         if hung.is_set():
             raise RehearsalError(f"train.py logged nothing for {SILENCE_SECONDS} s and was ended: see {log}")
         result.seconds["end"] = time.monotonic() - began
@@ -158,7 +159,6 @@ class Trainer:
             self.progress.update(phase, "importing MaxText on every host")
         elif devices := mesh_devices(line):
             result.seconds.setdefault("mesh", now)
-            result.mesh_devices = result.mesh_devices or devices
             result.attempts.append(Attempt(devices, result.saved))
             self.progress.update(phase, "compiling the step")
         elif "error: " in line or re.match(r"\S*(Error|Exception)\b", line.split("ip=")[-1].partition(") ")[2] or line):

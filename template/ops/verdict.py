@@ -11,6 +11,7 @@ from ops.terminal import Check
 def checks(run: RunEnv, first: Start, saved: list[int]) -> list[Check]:
     """Return the points of every verdict. `saved` are the steps committed when the first start ended or was broken."""
     losses = [step.loss for step in first.steps]
+    mesh = first.attempts[0].devices if first.attempts else 0
     finite = bool(losses) and all(map(math.isfinite, losses))
     return [
         Check(
@@ -20,8 +21,8 @@ def checks(run: RunEnv, first: Start, saved: list[int]) -> list[Check]:
         ),
         Check(
             "devices and mesh as promised",
-            first.mesh_devices == run.num_devices,
-            f"mesh over {first.mesh_devices} of {run.num_devices} devices",
+            mesh == run.num_devices,
+            f"mesh over {mesh} of {run.num_devices} devices",
         ),
         Check(
             "loss finite and falling",
