@@ -45,8 +45,8 @@ HEADROOM = 0.03
 # How far the closed formula may be off before a job is refused for it.
 FORMULA_ERROR = 0.15
 # Bytes that the closed formula counts for each weight of one layer while that layer runs, and for each token and
-# dimension of the model. Fitted to the dense rows of plans.csv; the others have too few for the first.
-LAYER_BYTES = {"dense": 13.5, "moe": 4, "mla": 4}
+# dimension of the model. Fitted to the rows of dense models in plans.csv.
+LAYER_BYTES = 13.5
 TOKEN_BYTES = 107
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
@@ -201,19 +201,20 @@ class Plan(NamedTuple):
 
 
 def recipes_of(generation: str) -> list[str]:
-    """The recipes to compile for this generation; "plain" is the one without settings and flags."""
-    tuned = any(generation in group["generations"] for group in PLANS["flags"].values())
-    return [*(PLANS["recipe"] if tuned else []), "plain"]
+    """The recipes to compile for this generation: those whose flags it has, and "plain", which needs none."""
+    has_flags = any(generation in group["generations"] for group in PLANS["flags"].values())
+    return [name for name, recipe in PLANS["recipe"].items() if has_flags or not recipe["flags"]]
 
 
 def recipe_settings(recipe: str) -> dict[str, Any]:
     """MaxText settings of a recipe."""
-    return {} if recipe == "plain" else PLANS["recipe"][recipe]["settings"]
+    settings: dict[str, Any] = PLANS["recipe"][recipe]["settings"]
+    return settings
 
 
 def recipe_flags(recipe: str, generation: str) -> list[str]:
     """LIBTPU_INIT_ARGS of a recipe on a generation."""
-    if recipe == "plain":
+    if not PLANS["recipe"][recipe]["flags"]:
         return []
     groups = [group["flags"] for group in PLANS["flags"].values() if generation in group["generations"]]
     if not groups:
@@ -248,25 +249,22 @@ def estimated_gib(
     `sequence` is in tokens.
     """
     record = MODELS[model]
-    tokens = batch * (sequence or PLANS["plain"]["sequence_length"])
-    counted = PLANS["plain"] if recipe == "plain" else PLANS["recipe"][recipe]
+    tokens = batch * (sequence or PLANS["default"]["sequence_length"])
+    counted = PLANS["recipe"][recipe]
     parameters, embedding = record["parameters_b"] * 1e9, record["vocab_size"] * record["emb_dim"]
     gradients = 4 * parameters / slice_of(generation, topology).devices
     kept = 2 * record["layers"] * (record["emb_dim"] + counted["saved"] * record["attention_dim"]) * tokens
-    loss = counted["logits"] * record["vocab_size"] * tokens + 6 * embedding + (0 if recipe == "plain" else gradients)
-    weights = LAYER_BYTES[record["kind"]] * max(parameters - embedding, 0) / record["layers"]
+    loss = counted["logits"] * record["vocab_size"] * tokens + 6 * embedding + (gradients if counted["flags"] else 0)
+    weights = LAYER_BYTES * max(parameters - embedding, 0) / record["layers"]
     layer = gradients + weights + TOKEN_BYTES * tokens * record["emb_dim"]
     return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
 
 
-def largest_batch(model: str, generation: str, topology: str, recipe: str) -> float:
-    """The largest whole batch a device that the closed formula lets fit, at most LARGEST_BATCH; 0 when none does."""
-    fits = [
-        batch
-        for batch in range(1, LARGEST_BATCH + 1)
-        if estimated_gib(model, generation, topology, batch, recipe=recipe) <= usable_gib(generation)
-    ]
-    return float(max(fits, default=0))
+def largest_batch(model: str, generation: str, topology: str, recipe: str, gib: float) -> float:
+    """The largest whole batch a device that the closed formula puts into `gib`, at most LARGEST_BATCH; 0: none."""
+    batches = range(LARGEST_BATCH, 0, -1)
+    fits = (b for b in batches if estimated_gib(model, generation, topology, b, recipe=recipe) <= gib)
+    return float(next(fits, 0))
 
 
 def can_fit(model: str, generation: str, topology: str) -> bool:
@@ -313,16 +311,16 @@ def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Pla
             if rows:
                 best = max(rows, key=lambda row: float(row["tokens_per_second"]))
                 return _plan(best, exact=size == topology and slices == num_slices)
-    plain = PLANS["plain"]
-    gib = estimated_gib(model, generation, topology, plain["per_device_batch_size"])
+    default = PLANS["default"]
+    gib = estimated_gib(model, generation, topology, default["per_device_batch_size"])
     limit = GENERATIONS[generation]["hbm_gib_per_device"]
     return Plan(
-        plain["sequence_length"],
-        plain["per_device_batch_size"],
+        default["sequence_length"],
+        default["per_device_batch_size"],
         "fsdp=-1",
         {},
         [],
-        f"{plain['source']}. Not compiled for this slice: a closed formula puts it at {gib:.1f} of {limit:g} GiB a "
+        f"{default['source']}. Not compiled for this slice: a closed formula puts it at {gib:.1f} of {limit:g} GiB a "
         "device; `make preflight` tells",
         False,
         False,
@@ -377,14 +375,14 @@ def run_plan(
     if per_device_batch_size == "auto":
         batch: int | float = plan.per_device_batch_size
         if sequence != plan.sequence_length or ici_parallelism != plan.ici_parallelism:
-            batch = PLANS["plain"]["per_device_batch_size"]
+            batch = PLANS["default"]["per_device_batch_size"]
     else:
         number = float(per_device_batch_size)
         batch = int(number) if number.is_integer() else number
     if (sequence, batch, ici_parallelism) == plan[:3]:
         return plan
     gib = estimated_gib(model, generation, topology, batch, sequence)
-    source = f"{PLANS['plain']['source']}. Not compiled for these answers: `make preflight` tells whether they fit"
+    source = f"{PLANS['default']['source']}. Not compiled for these answers: `make preflight` tells whether they fit"
     return Plan(sequence, batch, ici_parallelism, {}, [], source, False, False, gib, 0)
 
 

@@ -323,7 +323,7 @@ def test_every_recipe_is_for_generations_that_exist_and_blocks_that_divide_the_s
     for name, recipe in facts.PLANS["recipe"].items():
         for key, value in recipe["settings"].items():
             if key.startswith("sa_block"):
-                assert facts.PLANS["plain"]["sequence_length"] % value == 0, (name, key)
+                assert facts.PLANS["default"]["sequence_length"] % value == 0, (name, key)
 
 
 def test_the_table_of_plans_is_consistent() -> None:

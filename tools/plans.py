@@ -1,12 +1,14 @@
 """Sweep the plans: compile every tuned configuration that may be the best for a job, and keep what the compiler says.
 
-    python tools/plans.py [--only PATTERN] [--recipe NAME] [--tries N] [--hours H] [--list] [--spot-check N]
+    python tools/plans.py [--only PATTERN] [--recipe NAME] [--tries N] [--hours H] [--minutes M] [--list]
+    python tools/plans.py --spot-check N
 
 For each job of JOBS, in their order, each recipe of extensions/plans.toml is compiled for the largest batch that the
 closed formula lets hope for, then for smaller or larger ones until the best is found. Each compile adds a row to
 extensions/plans.csv at once, so a sweep can be ended and started again; a row that is there is not compiled again. The
-end says what was not reached. --spot-check compiles some rows again and holds them against the table. To be run with
-the Python of a generated repository (`make plans`).
+end says what was not reached, and what took too long: that depends on the machine, so it makes no row. --spot-check
+compiles some rows again and holds them against the table. To be run with the Python of a generated repository
+(`make plans`).
 """
 
 import argparse
@@ -32,9 +34,12 @@ TABLE = ROOT / "extensions" / "plans.csv"
 FOLDER = ROOT / "build" / "plans"
 # Compiles of one recipe for one job: a first guess, and two to correct it.
 TRIES = 3
+# The first guess leaves so much of the usable HBM free: a compile near the limit takes several times as long, and one
+# beyond it tells no speed. The second stands on the first one's size, not on the formula.
+FIRST_GUESS = 0.9
 # Compiling is deterministic; what is left is for another processor.
 SPOT_CHECK_ERROR = 0.01
-TIMEOUT_SECONDS = 3600
+MINUTES = 60
 
 _SMALL = ["llama3-8b", "mistral-7b", "qwen3-8b", "gemma3-4b", "qwen3-4b", "qwen3-0.6b"]
 _MIDDLE = ["qwen3-14b", "gemma3-12b", "qwen3-32b", "gemma3-27b", "llama3-70b"]
@@ -84,9 +89,17 @@ def jobs() -> Iterator[Job]:
                         yield job
 
 
-def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
-    """Compile one configuration and return its row of the table."""
-    plain = facts.PLANS["plain"]
+class Missed(Exception):
+    """A compile that this machine did not bring to an end: it says nothing about the job."""
+
+
+def compiled(job: Job, recipe: str, batch: float, minutes: float = MINUTES) -> dict[str, str]:
+    """Compile one configuration and return its row of the table.
+
+    Raises:
+        Missed: the machine has too little memory, or the compile takes longer than `minutes`.
+    """
+    plain = facts.PLANS["default"]
     shape = facts.slice_of(job.generation, job.topology)
     settings = facts.recipe_settings(recipe)
     values = {
@@ -115,7 +128,7 @@ def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
         num_slices=job.num_slices,
     )
     began = time.monotonic()
-    answer = compile_step.compile(request, FOLDER / "compile", timeout=TIMEOUT_SECONDS)
+    answer = compile_step.compile(request, FOLDER / "compile", timeout=minutes * 60)
     row = {
         "model": job.model,
         "generation": job.generation,
@@ -129,6 +142,8 @@ def compiled(job: Job, recipe: str, batch: float) -> dict[str, str]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "compile_seconds": f"{time.monotonic() - began:.0f}",
     }
+    if isinstance(answer, compile_step.Failure) and answer.kind in ("timeout", "host memory"):
+        raise Missed(answer.message)
     if isinstance(answer, compile_step.Failure):
         needed = f"{answer.needed_gib:.2f}" if answer.needed_gib else ""
         return row | {"problem": answer.kind if answer.kind == "hbm" else answer.message[:200], "hbm_gib": needed}
@@ -206,10 +221,10 @@ def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]], tries: 
     fails = [batch for batch in rows if batch not in fits]
     if recipe == "plain":  # what is left when no recipe fits
         tuned = any(known(job, other) and fitting(known(job, other)) for other in facts.recipes_of(job.generation)[:-1])
-        return None if rows or tuned else facts.PLANS["plain"]["per_device_batch_size"]
+        return None if rows or tuned else facts.PLANS["default"]["per_device_batch_size"]
     if not rows:
-        guess = facts.largest_batch(job.model, job.generation, job.topology, recipe)
-        return guess or None
+        # jobs() has only what may fit, so that one sequence is worth a compile even if the formula says no.
+        return facts.largest_batch(job.model, job.generation, job.topology, recipe, FIRST_GUESS * limit) or 1.0
     if len(rows) >= tries:
         return None
     low, high = max(fits, default=0.0), min(fails, default=math.inf)
@@ -217,15 +232,15 @@ def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]], tries: 
         # A straight line through what is known: the state alone takes its share at batch 0.
         batch = max(sizes)
         state = facts.state_gib(job.model, job.generation, job.topology)
-        guess = math.floor((limit - state) / max((sizes[batch] - state) / batch, 1e-3))
+        guess = float((limit - state) // max((sizes[batch] - state) / batch, 1e-3))
     else:
-        guess = math.floor(high / 2)
+        guess = high // 2
     guess = min(max(guess, low), high - 1, facts.LARGEST_BATCH)
-    return float(guess) if guess >= 1 and guess not in rows else None
+    return guess if guess >= 1 and guess not in rows else None
 
 
-def sweep(pattern: str, only_recipe: str, tries: int, hours: float) -> list[str]:
-    """Compile until all is known or the time is over; return what was not reached."""
+def sweep(pattern: str, only_recipe: str, tries: int, hours: float, minutes: float) -> list[str]:
+    """Compile until all is known or the time is over; return what was not reached, and why."""
     ends = time.monotonic() + hours * 3600
     missed = []
     for job in jobs():
@@ -235,14 +250,20 @@ def sweep(pattern: str, only_recipe: str, tries: int, hours: float) -> list[str]
             if only_recipe not in ("", recipe):
                 continue
             while (batch := next_batch(job, recipe, known(job, recipe), tries)) is not None:
+                what = f"{job}, {recipe}, batch {batch:g}"
                 if time.monotonic() > ends:
-                    missed.append(f"{job}, {recipe}")
+                    missed.append(f"{what}: no time left")
                     break
-                row = compiled(job, recipe, batch)
+                try:
+                    row = compiled(job, recipe, batch, minutes)
+                except Missed as reason:
+                    missed.append(f"{what}: {reason}")
+                    print(missed[-1], flush=True)
+                    break
                 add(row)
                 told = row["problem"] or f"{row['tokens_per_second']} tokens/s a device, MFU {row['mfu']}"
                 size = f"{row['hbm_gib'] or '?'} GiB"
-                print(f"{job}, {recipe}, batch {batch:g}: {size}, {told} ({row['compile_seconds']} s)", flush=True)
+                print(f"{what}: {size}, {told} ({row['compile_seconds']} s)", flush=True)
     return missed
 
 
@@ -257,7 +278,11 @@ def spot_check(count: int) -> list[str]:
     differences = []
     for row in list(quickest.values())[:count]:
         what = f"{job_of(row)}, {row['recipe']}"
-        again = compiled(job_of(row), row["recipe"], float(row["per_device_batch_size"]))
+        try:
+            again = compiled(job_of(row), row["recipe"], float(row["per_device_batch_size"]))
+        except Missed as reason:
+            differences.append(f"{what}: {reason}")
+            continue
         print(f"{what}: {again['hbm_gib']} GiB, {again['tokens_per_second']} tokens/s", flush=True)
         for name in ("hbm_gib", "tokens_per_second", "mfu"):
             before, now = float(row[name] or 0), float(again[name] or 0)
@@ -275,6 +300,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="", help="this recipe only")
     parser.add_argument("--tries", type=int, default=TRIES, help=f"compiles of a recipe for a job (default {TRIES})")
     parser.add_argument("--hours", type=float, default=math.inf, help="begin no compile after so many hours")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"end a compile after so many ({MINUTES})")
     parser.add_argument("--list", action="store_true", help="list the jobs and what is known of them, compile nothing")
     parser.add_argument("--spot-check", type=int, default=0, metavar="N", help="compile N rows again and compare")
     arguments = parser.parse_args()
@@ -287,7 +313,7 @@ def main() -> None:
             counts: dict[str, Any] = {recipe: len(known(job, recipe)) for recipe in facts.recipes_of(job.generation)}
             print(f"{job!s:<44}", "  ".join(f"{recipe} {count}" for recipe, count in counts.items()))
         return
-    missed: list[str] = sweep(arguments.only, arguments.recipe, arguments.tries, arguments.hours)
+    missed: list[str] = sweep(arguments.only, arguments.recipe, arguments.tries, arguments.hours, arguments.minutes)
     print(f"{len(missed)} not reached" + "".join(f"\n  {one}" for one in missed))
 
 

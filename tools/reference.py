@@ -184,7 +184,7 @@ def plans() -> str:
 
 What the TPU compiler said, and what follows from its cycles: **estimates, not measurements**. The best plan of each
 job that was compiled; a larger slice of the generation takes it over until its own is compiled, and says so. HBM in GiB
-a JAX device, speed in tokens a second and device, sequences of {FACTS.PLANS["plain"]["sequence_length"]} tokens.
+a JAX device, speed in tokens a second and device, sequences of {FACTS.PLANS["default"]["sequence_length"]} tokens.
 `make plans` in the template's repository renews the table; `make preflight` in a generated one compiles its own job.
 
 {table(("Model", "Slice", "Recipe", "Batch", "HBM", "Tokens/s", "MFU", "Bound by", "libtpu"), *fitting)}

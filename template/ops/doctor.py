@@ -31,18 +31,9 @@ OLDEST, NEWEST = (1, 4), (1, 7)  # KubeRay that the manifests are made for
 SINCE = [("preRunningDeadlineSeconds", "1.6"), ("authOptions", "1.5"), ("rayJobInfo", "1.4")]
 
 
-class Failed(Exception):
-    """A check that does not hold: what was seen, and the next command."""
-
-    def __init__(self, seen: str, next_step: str = "") -> None:
-        super().__init__(seen)
-        self.seen = seen
-        self.next = next_step
-
-
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One check: `look` returns what it saw or raises Failed or UserError. `needs` are checks that must hold first."""
+    """One check: `look` returns what it saw or raises UserError. `needs` are checks that must hold first."""
 
     name: str
     look: Callable[[], str]
@@ -53,7 +44,7 @@ def tools() -> str:
     """The programs that the commands call are there."""
     missing = [name for name in TOOLS if not shutil.which(name)]
     if missing:
-        raise Failed(f"{', '.join(missing)} not on PATH", "; ".join(TOOLS[name] for name in missing))
+        raise UserError(f"{', '.join(missing)} not on PATH", "; ".join(TOOLS[name] for name in missing))
     return ", ".join(TOOLS)
 
 
@@ -68,7 +59,7 @@ def credentials() -> str:
     try:
         google.auth.default()
     except DefaultCredentialsError:
-        raise Failed("no application default credentials", "gcloud auth application-default login") from None
+        raise UserError("no application default credentials", "gcloud auth application-default login") from None
     return "application default credentials"
 
 
@@ -85,15 +76,17 @@ def infra(step: str, fix: str | None = None) -> str:
             timeout=SCRIPT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"no answer within {SCRIPT_SECONDS} s", f"check the network, then make infra-{step}") from None
+        raise UserError(f"no answer within {SCRIPT_SECONDS} s", f"check the network, then make infra-{step}") from None
     lines = done.stdout.splitlines()
     missing = [line.removeprefix("missing: ") for line in lines if line.startswith("missing: ")]
     errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise Failed(f"missing: {missing[0]}{more}", fix or f"make infra-{step}")
+        raise UserError(f"missing: {missing[0]}{more}", fix or f"make infra-{step}")
     if done.returncode:
-        raise Failed(errors[0] if errors else done.stderr.strip()[-300:], "; ".join(errors[1:]) or f"make infra-{step}")
+        raise UserError(
+            errors[0] if errors else done.stderr.strip()[-300:], "; ".join(errors[1:]) or f"make infra-{step}"
+        )
     there = [line.removeprefix("there: ") for line in lines if line.startswith("there: ")]
     return (
         there[0] + (f" (and {len(there) - 1} more)" if len(there) > 1 else "")
@@ -106,8 +99,8 @@ def roles() -> str:
     """The roles of the one who is logged in: what cannot be seen on the project may come from elsewhere."""
     try:
         return infra("roles")
-    except Failed as problem:
-        seen = problem.seen.partition(". Whoever")[0]
+    except UserError as problem:
+        seen = problem.what.partition(". Whoever")[0]
         return f"{seen}, perhaps more: fine if they come through a group or folder (make infra-roles lists all)"
 
 
@@ -125,11 +118,11 @@ def operator(cluster: Kube) -> str:
     if not version:
         definition = cluster.custom_resource("rayjobs.ray.io")
         if definition is None:
-            raise Failed("the cluster knows no RayCluster", "make infra-cluster")
+            raise UserError("the cluster knows no RayCluster", "make infra-cluster")
         version = operator_version(definition)
     number = tuple(int(part) for part in version.split()[0].split(".")[:2])
     if not OLDEST <= number <= NEWEST:
-        raise Failed(
+        raise UserError(
             f"KubeRay {version}, but the manifests are made for {dotted(OLDEST)} to {dotted(NEWEST)}",
             "upgrade the cluster: gcloud container clusters upgrade" if number < OLDEST else "make update",
         )
@@ -160,11 +153,11 @@ def namespace(cluster: Kube) -> str:
     """Namespace, service account and Ray's token are there."""
     run = cluster.run
     if not cluster.has_service_account():
-        raise Failed(f"no service account {run.service_account} in namespace {run.namespace}", "make cluster")
+        raise UserError(f"no service account {run.service_account} in namespace {run.namespace}", "make cluster")
     (wanted,) = manifests.rendered("cluster")
     source = kube.token_source(wanted)
     if source and cluster.secret(*source) is None:
-        raise Failed(f"no secret {source[0]} in namespace {run.namespace}", "make cluster")
+        raise UserError(f"no secret {source[0]} in namespace {run.namespace}", "make cluster")
     return f"{run.namespace}/{run.service_account}, with a token for Ray"
 
 
@@ -173,9 +166,9 @@ def raycluster(cluster: Kube) -> str:
     name = runs.current(cluster)
     there = cluster.cluster(name)
     if there is None:
-        raise Failed(f"no RayCluster {name}", "make cluster (or make job)")
+        raise UserError(f"no RayCluster {name}", "make cluster (or make job)")
     if kube.image_of(there) != manifests.tag():
-        raise Failed(
+        raise UserError(
             f"{name} runs image {kube.image_of(there)}, the code in front of you is {manifests.tag()}",
             "make image, make stop ARGS=--cluster, make cluster",
         )
@@ -189,7 +182,7 @@ def pods(cluster: Kube) -> str:
     text = diagnosis.arrival(cluster.run, seen.pods)[1]
     if not diagnosis.complete(cluster.run, seen.pods):
         reasons = diagnosis.explain(cluster.run, seen)
-        raise Failed(
+        raise UserError(
             "; ".join([text, *(reason.what for reason in reasons)]), reasons[0].next if reasons else "make cluster"
         )
     return text
@@ -200,7 +193,7 @@ def webhook(cluster: Kube) -> str:
     run = cluster.run
     problems = diagnosis.of_environment(run, cluster.pods(runs.current(cluster)))
     if problems:
-        raise Failed("; ".join(reason.what for reason in problems), problems[0].next)
+        raise UserError("; ".join(reason.what for reason in problems), problems[0].next)
     return "TPU_NAME, TPU_WORKER_ID" + (", TPU_WORKER_HOSTNAMES" if run.hosts_per_slice > 1 else "")
 
 
@@ -210,7 +203,7 @@ def ray(cluster: Kube) -> str:
         with runs.head(cluster, runs.current(cluster), answer_minutes=0) as jobs:
             running = jobs.running()
     except UserError as problem:
-        raise Failed(str(problem).partition(". make doctor")[0], "make logs ARGS=host=head") from None
+        raise UserError(problem.what, "make logs ARGS=host=head") from None
     return f"the head answers; {'a run is going' if running else 'nothing runs'}"
 
 
@@ -265,9 +258,10 @@ def examine(listed: list[Check]) -> bool:
         else:
             try:
                 seen = check.look()
-            except (Failed, UserError, run_env.RunEnvError) as problem:
+            except (UserError, run_env.RunEnvError) as problem:
                 mark, seen = Text("FAIL", style="bold red"), str(problem)
-                next_step = problem.next if isinstance(problem, Failed) else ""
+                if isinstance(problem, UserError):
+                    seen, next_step = problem.what, problem.next
                 failed.add(check.name)
         terminal.console.print(mark, Text(f"{check.name:<{width}}  {seen}"))
         if next_step:

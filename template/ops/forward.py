@@ -42,8 +42,8 @@ class Forward:
         if not self._up.wait(FIRST_SECONDS):
             self.close()
             raise UserError(
-                f"no connection to {self._service} within {FIRST_SECONDS} s: {self._said or 'kubectl says nothing'}. "
-                "make doctor says what is wrong"
+                f"no connection to {self._service} within {FIRST_SECONDS} s ({self._said or 'kubectl says nothing'})",
+                "make doctor says what is wrong",
             )
         return self
 

@@ -67,7 +67,7 @@ class Jobs:
         except (requests.RequestException, OSError, TimeoutError) as problem:
             raise Lost(str(problem)) from None
         except AuthenticationError:
-            raise UserError("the Ray head refuses the token: make doctor compares it") from None
+            raise UserError("the Ray head refuses the token", "make doctor compares it") from None
         except RuntimeError as problem:
             said = str(problem)
             if "status code 404" in said or "does not exist" in said:
@@ -87,8 +87,9 @@ class Jobs:
                 return self._call(function)
             except Lost as problem:
                 if time.monotonic() > deadline:
-                    advice = "make doctor checks the way to it"
-                    raise UserError(f"the Ray head does not answer: {problem}. {advice}") from None
+                    raise UserError(
+                        f"the Ray head does not answer ({problem})", "make doctor checks the way to it"
+                    ) from None
                 if not told:
                     terminal.notice(f"no connection to the Ray head; trying for {self._answer_minutes:g} min")
                     told = True

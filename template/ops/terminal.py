@@ -17,7 +17,12 @@ PLAIN_INTERVAL_SECONDS = 15  # between progress lines where they cannot overwrit
 
 
 class UserError(Exception):
-    """Something that the user can put right; the message says how."""
+    """Something that the user can put right: `what` is wrong and the `next` step, where `what` does not say it."""
+
+    def __init__(self, what: str, next_step: str = "") -> None:
+        super().__init__(f"{what}: {next_step}" if next_step else what)
+        self.what = what
+        self.next = next_step
 
 
 def run(main: Callable[[], int]) -> NoReturn:
