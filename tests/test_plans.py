@@ -1,11 +1,66 @@
-"""The table of plans against the compiler that made it."""
+"""The sweep of plans: the order of its search, and the table against the compiler that made it."""
 
+import importlib.util
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/plans.py; what it adds to the import path and imports goes again."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    spec = importlib.util.spec_from_file_location("sweep_of_plans", ROOT / "tools/plans.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(hbm_gib: str, problem: str = "") -> dict[str, Any]:
+    return {"hbm_gib": hbm_gib, "problem": problem, "generation": "v5p"}
+
+
+def test_the_first_guess_leaves_room_and_the_second_stands_on_its_size(plans: ModuleType) -> None:
+    job = plans.Job("llama3-8b", "v5p", "2x2x2", 1)
+    usable = plans.facts.usable_gib("v5p")
+    state = plans.facts.state_gib(*job[:3])
+    first = plans.next_batch(job, "recompute", {}, 3)
+    assert plans.facts.estimated_gib(*job[:3], first, recipe="recompute") <= 0.9 * usable
+    rows = {4.0: row(f"{state + 4 * 9:.2f}")}  # 9 GiB a sequence
+    assert plans.next_batch(job, "recompute", rows, 3) == (usable - state) // 9
+    too_large = rows | {9.0: row("93.10")}  # compiles, but into the headroom
+    assert plans.next_batch(job, "recompute", too_large, 3) == 8
+    assert plans.next_batch(job, "recompute", too_large, 2) is None
+
+
+def test_half_of_a_batch_without_a_size_comes_next_and_other_problems_end_the_search(plans: ModuleType) -> None:
+    job = plans.Job("llama3-8b", "v5p", "2x2x2", 1)
+    assert plans.next_batch(job, "recompute", {12.0: row("", "hbm")}, 3) == 6
+    assert plans.next_batch(job, "recompute", {1.0: row("", "hbm")}, 3) is None
+    assert plans.next_batch(job, "recompute", {12.0: row("", "unknown flag")}, 3) is None
+
+
+@pytest.mark.slow
+def test_a_compile_that_takes_too_long_is_named_and_makes_no_row(run_python: Path) -> None:
+    before = (ROOT / "extensions/plans.csv").read_bytes()
+    # A job that the table lacks until a long sweep has run.
+    arguments = ["--only", "llama3.1-405b on 1 x v5p", "--recipe", "recompute", "--tries", "9", "--minutes", "0.02"]
+    done = subprocess.run(
+        [run_python, ROOT / "tools/plans.py", *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llama3.1-405b on 1 x v5p 8x8x8, recompute, batch " in done.stdout
+    assert "took longer than 1 s" in done.stdout
+    assert "1 not reached" in done.stdout
+    assert (ROOT / "extensions/plans.csv").read_bytes() == before
 
 
 @pytest.mark.slow
