@@ -42,12 +42,14 @@ def _compiled() -> list[dict[str, str]]:
 COMPILED = _compiled()
 # What a plan leaves free of the HBM that the compiler grants.
 HEADROOM = 0.03
-# How far the closed formula may be off before a job is refused for it.
-FORMULA_ERROR = 0.15
-# Bytes that the closed formula counts for each weight of one layer while that layer runs, and for each token and
-# dimension of the model. Fitted to the rows of dense models in plans.csv.
-LAYER_BYTES = 13.5
+# How far the closed formula may be off before a job is refused for it: what experts take was fitted to small models, and
+# an offer comes with the advice to compile it, a refusal does not.
+FORMULA_ERROR = {"dense": 0.15, "moe": 0.3, "mla": 0.3}
+# Bytes that the closed formula counts, while a layer runs, for each of its weights, for each token and dimension of the
+# model, and for each dimension of each expert that sees a token. Fitted to rows of plans.csv: the second to dense models.
+LAYER_BYTES = {"dense": 13.5, "moe": 6.5, "mla": 6.5}
 TOKEN_BYTES = 107
+EXPERT_BYTES = 11.6
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
 
@@ -245,7 +247,7 @@ def estimated_gib(
 
     The state; what the backward pass keeps of each layer; and what is alive where most is: at the loss, logits and
     the output head with its gradient; within a layer, all gradients, the layer's own weights and gradients, whole, in
-    several forms, and its activations. Collectives on the SparseCores have the gradients alive at the loss too.
+    several forms, its activations and those of its experts. Collectives on the SparseCores have the gradients alive at the loss too.
     `sequence` is in tokens.
     """
     record = MODELS[model]
@@ -255,8 +257,10 @@ def estimated_gib(
     gradients = 4 * parameters / slice_of(generation, topology).devices
     kept = 2 * record["layers"] * (record["emb_dim"] + counted["saved"] * record["attention_dim"]) * tokens
     loss = counted["logits"] * record["vocab_size"] * tokens + 6 * embedding + (gradients if counted["flags"] else 0)
-    weights = LAYER_BYTES * max(parameters - embedding, 0) / record["layers"]
-    layer = gradients + weights + TOKEN_BYTES * tokens * record["emb_dim"]
+    weights = LAYER_BYTES[record["kind"]] * max(parameters - embedding, 0) / record["layers"]
+    # An expert takes in and gives back a vector of the model's width, and has three of its own between.
+    experts = record.get("experts_per_token", 0) * (2 * record["emb_dim"] + 3 * record.get("expert_mlp_dim", 0))
+    layer = gradients + weights + (TOKEN_BYTES * record["emb_dim"] + EXPERT_BYTES * experts) * tokens
     return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
 
 
@@ -277,7 +281,8 @@ def can_fit(model: str, generation: str, topology: str) -> bool:
         return True
     if any(row["recipe"] == "plain" and row["problem"] == "hbm" for row in rows):
         return False
-    return estimated_gib(model, generation, topology, 1) <= usable_gib(generation) * (1 + FORMULA_ERROR)
+    error = FORMULA_ERROR[MODELS[model]["kind"]]
+    return estimated_gib(model, generation, topology, 1) <= usable_gib(generation) * (1 + error)
 
 
 def smallest_topology(model: str, generation: str) -> str:

@@ -39,6 +39,9 @@ def test_kind_vocabulary_and_experts_are_those_of_maxtext(questionnaire: ModuleT
         kind = "mla" if settings.get("attention_type") == "mla" else "moe" if experts > 1 else "dense"
         assert (record["kind"], record["vocab_size"]) == (kind, settings["vocab_size"]), name
         assert record.get("experts", 1) == experts, name
+        if kind != "dense":
+            seen = (settings["num_experts_per_tok"], settings["base_moe_mlp_dim"])
+            assert (record["experts_per_token"], record["expert_mlp_dim"]) == seen, name
         mla = kind == "mla"
         head = settings["v_head_dim"] if mla else settings.get("head_dim", 128)
         dimensions = (settings["base_num_decoder_layers"], settings["base_emb_dim"], settings["base_num_query_heads"])
