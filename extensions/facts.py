@@ -42,14 +42,16 @@ def _compiled() -> list[dict[str, str]]:
 COMPILED = _compiled()
 # What a plan leaves free of the HBM that the compiler grants.
 HEADROOM = 0.03
-# How far the closed formula may be off before a job is refused for it: what experts take was fitted to small models, and
-# an offer comes with the advice to compile it, a refusal does not.
-FORMULA_ERROR = {"dense": 0.15, "moe": 0.3, "mla": 0.3}
-# Bytes that the closed formula counts, while a layer runs, for each of its weights, for each token and dimension of the
-# model, and for each dimension of each expert that sees a token. Fitted to rows of plans.csv: the second to dense models.
-LAYER_BYTES = {"dense": 13.5, "moe": 6.5, "mla": 6.5}
-TOKEN_BYTES = 107
-EXPERT_BYTES = 11.6
+# How far the closed formula may be off before a job is refused for it.
+FORMULA_ERROR = 0.15
+# Bytes that the closed formula counts at the loss, for each weight of the output head; and while a layer runs: in any
+# case, for each of its weights, for each token and dimension of the model, and for each dimension of what each expert
+# that sees a token takes in and gives back, and has between. Fitted to the rows of plans.csv.
+HEAD_BYTES = 7.1
+FIXED_BYTES = 1.5e9
+LAYER_BYTES = 3.1
+TOKEN_BYTES = 115
+EXPERT_BYTES = {"emb_dim": 37, "expert_mlp_dim": 16}
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
 
@@ -202,10 +204,15 @@ class Plan(NamedTuple):
     """By the compiler's cycles, a device; 0 when it was not compiled."""
 
 
+def _flags_of(recipe: str, generation: str) -> dict[str, Any]:
+    """The entry of [flags] that a recipe takes on a generation; empty for none."""
+    groups = (group for group in PLANS["flags"].values() if generation in group["generations"])
+    return next(groups, {}) if PLANS["recipe"][recipe]["flags"] else {}
+
+
 def recipes_of(generation: str) -> list[str]:
     """The recipes to compile for this generation: those whose flags it has, and "plain", which needs none."""
-    has_flags = any(generation in group["generations"] for group in PLANS["flags"].values())
-    return [name for name, recipe in PLANS["recipe"].items() if has_flags or not recipe["flags"]]
+    return [name for name, recipe in PLANS["recipe"].items() if _flags_of(name, generation) or not recipe["flags"]]
 
 
 def recipe_settings(recipe: str) -> dict[str, Any]:
@@ -216,12 +223,10 @@ def recipe_settings(recipe: str) -> dict[str, Any]:
 
 def recipe_flags(recipe: str, generation: str) -> list[str]:
     """LIBTPU_INIT_ARGS of a recipe on a generation."""
-    if not PLANS["recipe"][recipe]["flags"]:
+    group = _flags_of(recipe, generation)
+    if not group:
         return []
-    groups = [group["flags"] for group in PLANS["flags"].values() if generation in group["generations"]]
-    if not groups:
-        return []
-    return [f"--xla_tpu_scoped_vmem_limit_kib={PLANS['scoped_vmem_limit_kib'][generation]}", *groups[0]]
+    return [f"--xla_tpu_scoped_vmem_limit_kib={PLANS['scoped_vmem_limit_kib'][generation]}", *group["flags"]]
 
 
 def recipe_fingerprint(recipe: str, generation: str) -> str:
@@ -246,21 +251,21 @@ def estimated_gib(
     """GiB of HBM a device that a step takes, by a closed formula; bench/formula.py prints its error.
 
     The state; what the backward pass keeps of each layer; and what is alive where most is: at the loss, logits and
-    the output head with its gradient; within a layer, all gradients, the layer's own weights and gradients, whole, in
-    several forms, its activations and those of its experts. Collectives on the SparseCores have the gradients alive at the loss too.
+    the output head with its gradient; within a layer, all gradients, the layer's own weights and gradients, whole, its
+    activations and those of its experts. Collectives on the SparseCores have the gradients alive at the loss too.
     `sequence` is in tokens.
     """
-    record = MODELS[model]
+    record, counted, flags = MODELS[model], PLANS["recipe"][recipe], _flags_of(recipe, generation)
     tokens = batch * (sequence or PLANS["default"]["sequence_length"])
-    counted = PLANS["recipe"][recipe]
     parameters, embedding = record["parameters_b"] * 1e9, record["vocab_size"] * record["emb_dim"]
     gradients = 4 * parameters / slice_of(generation, topology).devices
     kept = 2 * record["layers"] * (record["emb_dim"] + counted["saved"] * record["attention_dim"]) * tokens
-    loss = counted["logits"] * record["vocab_size"] * tokens + 6 * embedding + (gradients if counted["flags"] else 0)
-    weights = LAYER_BYTES[record["kind"]] * max(parameters - embedding, 0) / record["layers"]
-    # An expert takes in and gives back a vector of the model's width, and has three of its own between.
-    experts = record.get("experts_per_token", 0) * (2 * record["emb_dim"] + 3 * record.get("expert_mlp_dim", 0))
-    layer = gradients + weights + (TOKEN_BYTES * record["emb_dim"] + EXPERT_BYTES * experts) * tokens
+    logits = flags.get("logits", counted["logits"]) * record["vocab_size"] * tokens
+    loss = logits + HEAD_BYTES * embedding + (gradients if flags.get("gradients_at_loss") else 0)
+    expert = sum(size * record.get(name, 0) for name, size in EXPERT_BYTES.items())
+    token = TOKEN_BYTES * record["emb_dim"] + record.get("experts_per_token", 0) * expert
+    weights = LAYER_BYTES * max(parameters - embedding, 0) / record["layers"]
+    layer = FIXED_BYTES + gradients + weights + token * tokens
     return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
 
 
@@ -281,8 +286,7 @@ def can_fit(model: str, generation: str, topology: str) -> bool:
         return True
     if any(row["recipe"] == "plain" and row["problem"] == "hbm" for row in rows):
         return False
-    error = FORMULA_ERROR[MODELS[model]["kind"]]
-    return estimated_gib(model, generation, topology, 1) <= usable_gib(generation) * (1 + error)
+    return estimated_gib(model, generation, topology, 1) <= usable_gib(generation) * (1 + FORMULA_ERROR)
 
 
 def smallest_topology(model: str, generation: str) -> str:

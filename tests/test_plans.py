@@ -18,7 +18,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     spec = importlib.util.spec_from_file_location("sweep_of_plans", ROOT / "tools/plans.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
