@@ -44,14 +44,14 @@ COMPILED = _compiled()
 HEADROOM = 0.03
 # How far the closed formula may be off before a job is refused for it.
 FORMULA_ERROR = 0.15
-# Bytes that the closed formula counts at the loss, for each weight of the output head; and while a layer runs: in any
-# case, for each of its weights, for each token and dimension of the model, and for each dimension of what each expert
-# that sees a token takes in and gives back, and has between. Fitted to the rows of plans.csv.
+# Bytes that the closed formula counts: at the loss, for each weight of the output head; while a layer runs, for each of
+# its weights, those of its experts apart, for each token and dimension of the model, and for each dimension of what each
+# expert of a token takes in and gives back, and has between. Fitted to the rows of plans.csv.
 HEAD_BYTES = 7.1
-FIXED_BYTES = 1.5e9
-LAYER_BYTES = 3.1
-TOKEN_BYTES = 115
-EXPERT_BYTES = {"emb_dim": 37, "expert_mlp_dim": 16}
+LAYER_BYTES = 11
+EXPERT_BYTES = 3.1
+TOKEN_BYTES = 119
+TOKEN_EXPERT_BYTES = {"emb_dim": 44, "expert_mlp_dim": 16}
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
 
@@ -262,10 +262,12 @@ def estimated_gib(
     kept = 2 * record["layers"] * (record["emb_dim"] + counted["saved"] * record["attention_dim"]) * tokens
     logits = flags.get("logits", counted["logits"]) * record["vocab_size"] * tokens
     loss = logits + HEAD_BYTES * embedding + (gradients if flags.get("gradients_at_loss") else 0)
-    expert = sum(size * record.get(name, 0) for name, size in EXPERT_BYTES.items())
-    token = TOKEN_BYTES * record["emb_dim"] + record.get("experts_per_token", 0) * expert
-    weights = LAYER_BYTES * max(parameters - embedding, 0) / record["layers"]
-    layer = FIXED_BYTES + gradients + weights + token * tokens
+    weights = max(parameters - embedding, 0) / record["layers"]
+    # Three matrices an expert; models with experts in some layers only have fewer a layer than that.
+    routed = min(weights, record.get("experts", 0) * 3 * record["emb_dim"] * record.get("expert_mlp_dim", 0))
+    of_expert = sum(size * record.get(name, 0) for name, size in TOKEN_EXPERT_BYTES.items())
+    of_token = TOKEN_BYTES * record["emb_dim"] + record.get("experts_per_token", 0) * of_expert
+    layer = gradients + LAYER_BYTES * (weights - routed) + EXPERT_BYTES * routed + of_token * tokens
     return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
 
 
