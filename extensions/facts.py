@@ -45,8 +45,8 @@ HEADROOM = 0.03
 # How far the closed formula may be off before a job is refused for it.
 FORMULA_ERROR = 0.15
 # Bytes that the closed formula counts: at the loss, for each weight of the output head; while a layer runs, for each of
-# its weights, those of its experts apart, for each token and dimension of the model, and for each dimension of what each
-# expert of a token takes in and gives back, and has between. Fitted to the rows of plans.csv.
+# its weights, those of its experts apart, for each token and dimension of the model, and for each dimension of what
+# each expert of a token takes in and gives back, and has between. Fitted to the rows of plans.csv.
 HEAD_BYTES = 7.1
 LAYER_BYTES = 11
 EXPERT_BYTES = 3.1
