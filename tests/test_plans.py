@@ -3,10 +3,12 @@
 import importlib.util
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT
@@ -49,19 +51,36 @@ def test_half_of_a_batch_without_a_size_comes_next_and_other_problems_end_the_se
     assert plans.next_batch(job, "recompute", {12.0: row("", "unknown flag")}, 3) is None
 
 
+# A job that the table lacks until a long sweep has run.
+MISSING = ["--only", "llama3.1-405b on 1 x v5p", "--recipe", "recompute", "--tries", "9"]
+
+
 @pytest.mark.slow
 def test_a_compile_that_takes_too_long_is_named_and_makes_no_row(run_python: Path) -> None:
     before = (ROOT / "extensions/plans.csv").read_bytes()
-    # A job that the table lacks until a long sweep has run.
-    arguments = ["--only", "llama3.1-405b on 1 x v5p", "--recipe", "recompute", "--tries", "9", "--minutes", "0.02"]
-    done = subprocess.run(
-        [run_python, ROOT / "tools/plans.py", *arguments], capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [run_python, ROOT / "tools/plans.py", *MISSING, "--minutes", "0.02"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "llama3.1-405b on 1 x v5p 8x8x8, recompute, batch " in done.stdout
     assert "took longer than 1 s" in done.stdout
     assert "1 not reached" in done.stdout
     assert (ROOT / "extensions/plans.csv").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_ended_ends_its_compile(run_python: Path) -> None:
+    with subprocess.Popen([run_python, ROOT / "tools/plans.py", *MISSING]) as sweep:
+        try:
+            for _ in range(600):
+                if compiles := psutil.Process(sweep.pid).children():
+                    break
+                time.sleep(0.1)
+            sweep.terminate()
+            assert sweep.wait(60) == 130
+        finally:
+            sweep.kill()
+    assert compiles
+    assert not psutil.wait_procs(compiles, timeout=10)[1]
 
 
 @pytest.mark.slow

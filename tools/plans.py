@@ -17,6 +17,7 @@ import datetime
 import fnmatch
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -304,6 +305,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the jobs and what is known of them, compile nothing")
     parser.add_argument("--spot-check", type=int, default=0, metavar="N", help="compile N rows again and compare")
     arguments = parser.parse_args()
+    # A polite kill ends the compile as well, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if arguments.spot_check:
         if differences := spot_check(arguments.spot_check):
             sys.exit("\n".join(differences))
@@ -318,4 +321,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
