@@ -224,9 +224,8 @@ def recipe_settings(recipe: str) -> dict[str, Any]:
 def recipe_flags(recipe: str, generation: str) -> list[str]:
     """LIBTPU_INIT_ARGS of a recipe on a generation."""
     group = _flags_of(recipe, generation)
-    if not group:
-        return []
-    return [f"--xla_tpu_scoped_vmem_limit_kib={PLANS['scoped_vmem_limit_kib'][generation]}", *group["flags"]]
+    limit = PLANS["scoped_vmem_limit_kib"].get(generation) if group else None
+    return [*([f"--xla_tpu_scoped_vmem_limit_kib={limit}"] if limit else []), *group.get("flags", [])]
 
 
 def recipe_fingerprint(recipe: str, generation: str) -> str:
