@@ -195,7 +195,6 @@ class Plan(NamedTuple):
     flags: list[str]
     source: str
     """Where it comes from and how far it is proven, for people."""
-    tuned: bool
     compiled: bool
     """Whether the TPU compiler has compiled just this job and it fits."""
     hbm_gib: float
@@ -333,7 +332,6 @@ def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Pla
         f"{default['source']}. Not compiled for this slice: a closed formula puts it at {gib:.1f} of {limit:g} GiB a "
         "device; `make preflight` tells",
         False,
-        False,
         gib,
         0,
     )
@@ -358,7 +356,6 @@ def _plan(row: dict[str, str], exact: bool) -> Plan:
         recipe_settings(row["recipe"]),
         recipe_flags(row["recipe"], row["generation"]),
         source,
-        row["recipe"] != "plain",
         exact,
         float(row["hbm_gib"]),
         int(row["tokens_per_second"]) if exact else 0,
@@ -393,7 +390,7 @@ def run_plan(
         return plan
     gib = estimated_gib(model, generation, topology, batch, sequence)
     source = f"{PLANS['default']['source']}. Not compiled for these answers: `make preflight` tells whether they fit"
-    return Plan(sequence, batch, ici_parallelism, {}, [], source, False, False, gib, 0)
+    return Plan(sequence, batch, ici_parallelism, {}, [], source, False, gib, 0)
 
 
 def tokenizer_of(model: str, dataset_type: str) -> str:

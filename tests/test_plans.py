@@ -58,7 +58,7 @@ MISSING = ["--only", "llama3.1-405b on 1 x v5p", "--recipe", "recompute", "--tri
 @pytest.mark.slow
 def test_a_compile_that_takes_too_long_is_named_and_makes_no_row(run_python: Path) -> None:
     before = (ROOT / "extensions/plans.csv").read_bytes()
-    command = [run_python, ROOT / "tools/plans.py", *MISSING, "--minutes", "0.02"]
+    command = [str(run_python), str(ROOT / "tools/plans.py"), *MISSING, "--minutes", "0.02"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "llama3.1-405b on 1 x v5p 8x8x8, recompute, batch " in done.stdout
