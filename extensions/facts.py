@@ -52,6 +52,8 @@ LAYER_BYTES = 11
 EXPERT_BYTES = 3
 TOKEN_BYTES = 121
 TOKEN_EXPERT_BYTES = {"emb_dim": 44, "expert_mlp_dim": 16}
+# And, over several slices, for each weight of a device: gradients on their way between slices. From one row so far.
+SLICES_BYTES = 18
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
 
@@ -244,7 +246,13 @@ def state_gib(model: str, generation: str, topology: str) -> float:
 
 
 def estimated_gib(
-    model: str, generation: str, topology: str, batch: float, sequence: int | None = None, recipe: str = "plain"
+    model: str,
+    generation: str,
+    topology: str,
+    batch: float,
+    sequence: int | None = None,
+    recipe: str = "plain",
+    num_slices: int = 1,
 ) -> float:
     """GiB of HBM a device that a step takes, by a closed formula; bench/formula.py prints its error.
 
@@ -266,7 +274,15 @@ def estimated_gib(
     of_expert = sum(size * record.get(name, 0) for name, size in TOKEN_EXPERT_BYTES.items())
     of_token = TOKEN_BYTES * record["emb_dim"] + record.get("experts_per_token", 0) * of_expert
     layer = gradients + LAYER_BYTES * (weights - routed) + EXPERT_BYTES * routed + of_token * tokens
-    return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
+    one_slice = state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
+    return one_slice + _between_slices_gib(model, generation, topology, num_slices)
+
+
+def _between_slices_gib(model: str, generation: str, topology: str, num_slices: int) -> float:
+    """GiB a device that a run over several slices takes on top of one over one slice."""
+    if num_slices == 1:
+        return 0.0
+    return float(MODELS[model]["parameters_b"]) * 1e9 * SLICES_BYTES / slice_of(generation, topology).devices / 2**30
 
 
 def largest_batch(model: str, generation: str, topology: str, recipe: str, gib: float) -> float:
@@ -281,7 +297,7 @@ def can_fit(model: str, generation: str, topology: str) -> bool:
 
     For another slice than those in the table, the smallest batch counts.
     """
-    rows = _rows(model, generation, topology)
+    rows = _rows(model, generation, topology, 1)
     if any(_fits(row) for row in rows):
         return True
     if any(row["recipe"] == "plain" and row["problem"] == "hbm" for row in rows):
@@ -294,18 +310,18 @@ def smallest_topology(model: str, generation: str) -> str:
     return next((name for name in topologies(generation) if can_fit(model, generation, name)), "")
 
 
-def _rows(model: str, generation: str, topology: str, num_slices: int | None = None) -> list[dict[str, str]]:
+def _rows(model: str, generation: str, topology: str, num_slices: int) -> list[dict[str, str]]:
     model = MODELS[model].get("plans_of", model)
     return [
         row
         for row in COMPILED
         if (row["model"], row["generation"], row["topology"]) == (model, generation, topology)
-        and num_slices in (None, int(row["num_slices"]))
+        and int(row["num_slices"]) == num_slices
     ]
 
 
-def _fits(row: dict[str, str]) -> bool:
-    return not row["problem"] and float(row["hbm_gib"]) <= usable_gib(row["generation"])
+def _fits(row: dict[str, str], more_gib: float = 0.0) -> bool:
+    return not row["problem"] and float(row["hbm_gib"]) + more_gib <= usable_gib(row["generation"])
 
 
 def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Plan:
@@ -313,7 +329,8 @@ def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Pla
     sizes = topologies(generation)
     for size in reversed(sizes[: sizes.index(topology) + 1]):
         for slices in dict.fromkeys((num_slices, 1)):
-            rows = [row for row in _rows(model, generation, size, slices) if _fits(row)]
+            more = 0.0 if slices == num_slices else _between_slices_gib(model, generation, topology, num_slices)
+            rows = [row for row in _rows(model, generation, size, slices) if _fits(row, more)]
             if size != topology or slices != num_slices:
                 # What fits one slice fits a larger one, whose devices hold less of the state; the gain is not known.
                 rows = [row for row in rows if row["recipe"] != "plain"]
@@ -321,7 +338,7 @@ def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Pla
                 best = max(rows, key=lambda row: float(row["tokens_per_second"]))
                 return _plan(best, exact=size == topology and slices == num_slices)
     default = PLANS["default"]
-    gib = estimated_gib(model, generation, topology, default["per_device_batch_size"])
+    gib = estimated_gib(model, generation, topology, default["per_device_batch_size"], num_slices=num_slices)
     limit = GENERATIONS[generation]["hbm_gib_per_device"]
     return Plan(
         default["sequence_length"],
@@ -388,7 +405,7 @@ def run_plan(
         batch = int(number) if number.is_integer() else number
     if (sequence, batch, ici_parallelism) == plan[:3]:
         return plan
-    gib = estimated_gib(model, generation, topology, batch, sequence)
+    gib = estimated_gib(model, generation, topology, batch, sequence, num_slices=num_slices)
     source = f"{PLANS['default']['source']}. Not compiled for these answers: `make preflight` tells whether they fit"
     return Plan(sequence, batch, ici_parallelism, {}, [], source, False, gib, 0)
 

@@ -355,6 +355,19 @@ def test_every_offered_default_has_a_plan_that_fits_or_says_that_it_is_not_prove
                 assert plan.compiled or "make preflight" in plan.source
 
 
+def test_no_plan_is_what_the_compiler_refused() -> None:
+    """Also not through another job's row: two slices need more than the one that a plan was compiled for."""
+    refused = [row for row in facts.COMPILED if row["problem"]]
+    assert any(row["num_slices"] == "2" for row in refused)
+    for row in refused:
+        plan = facts.plan_for(row["model"], row["generation"], row["topology"], int(row["num_slices"]))
+        configuration = (plan.per_device_batch_size, plan.settings, plan.flags)
+        recipe = row["recipe"]
+        settings, flags = facts.recipe_settings(recipe), facts.recipe_flags(recipe, row["generation"])
+        if facts.can_fit(row["model"], row["generation"], row["topology"]):
+            assert configuration != (float(row["per_device_batch_size"]), settings, flags), row
+
+
 def test_the_default_job_is_estimated_well_above_the_tutorial() -> None:
     """Without offload to the host, whose memory the tutorial's pods limit."""
     plan = facts.plan_for("llama3-8b", "v6e", "4x4", 1)
