@@ -24,9 +24,7 @@ def main() -> None:
             continue
         model, generation, topology = row["model"], row["generation"], row["topology"]
         batch, compiler = float(row["per_device_batch_size"]), float(row["hbm_gib"])
-        formula = facts.estimated_gib(
-            model, generation, topology, batch, recipe=row["recipe"], num_slices=int(row["num_slices"])
-        )
+        formula = facts.estimated_gib(model, generation, topology, batch, recipe=row["recipe"])
         error = formula / compiler - 1
         errors[facts.MODELS[model]["kind"]].append(error)
         place = f"{generation} {topology}"

@@ -52,7 +52,8 @@ LAYER_BYTES = 11
 EXPERT_BYTES = 3
 TOKEN_BYTES = 121
 TOKEN_EXPERT_BYTES = {"emb_dim": 44, "expert_mlp_dim": 16}
-# And, over several slices, for each weight of a device: gradients on their way between slices. From one row so far.
+# Bytes for each weight of a device that a plan of one slice has to leave free to be taken for several: what the
+# compiler asked for on top for two slices, with a plan that keeps activations. One that recomputes needed nothing.
 SLICES_BYTES = 18
 # More sequences a device than this gain nothing and make large global batches.
 LARGEST_BATCH = 16
@@ -252,7 +253,6 @@ def estimated_gib(
     batch: float,
     sequence: int | None = None,
     recipe: str = "plain",
-    num_slices: int = 1,
 ) -> float:
     """GiB of HBM a device that a step takes, by a closed formula; bench/formula.py prints its error.
 
@@ -274,14 +274,11 @@ def estimated_gib(
     of_expert = sum(size * record.get(name, 0) for name, size in TOKEN_EXPERT_BYTES.items())
     of_token = TOKEN_BYTES * record["emb_dim"] + record.get("experts_per_token", 0) * of_expert
     layer = gradients + LAYER_BYTES * (weights - routed) + EXPERT_BYTES * routed + of_token * tokens
-    one_slice = state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
-    return one_slice + _between_slices_gib(model, generation, topology, num_slices)
+    return state_gib(model, generation, topology) + float(kept + max(loss, layer)) / 2**30
 
 
-def _between_slices_gib(model: str, generation: str, topology: str, num_slices: int) -> float:
-    """GiB a device that a run over several slices takes on top of one over one slice."""
-    if num_slices == 1:
-        return 0.0
+def _room_for_slices_gib(model: str, generation: str, topology: str) -> float:
+    """GiB a device that a plan of one slice has to leave free to be taken for several."""
     return float(MODELS[model]["parameters_b"]) * 1e9 * SLICES_BYTES / slice_of(generation, topology).devices / 2**30
 
 
@@ -320,8 +317,8 @@ def _rows(model: str, generation: str, topology: str, num_slices: int) -> list[d
     ]
 
 
-def _fits(row: dict[str, str], more_gib: float = 0.0) -> bool:
-    return not row["problem"] and float(row["hbm_gib"]) + more_gib <= usable_gib(row["generation"])
+def _fits(row: dict[str, str], room_gib: float = 0.0) -> bool:
+    return not row["problem"] and float(row["hbm_gib"]) + room_gib <= usable_gib(row["generation"])
 
 
 def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Plan:
@@ -329,8 +326,8 @@ def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Pla
     sizes = topologies(generation)
     for size in reversed(sizes[: sizes.index(topology) + 1]):
         for slices in dict.fromkeys((num_slices, 1)):
-            more = 0.0 if slices == num_slices else _between_slices_gib(model, generation, topology, num_slices)
-            rows = [row for row in _rows(model, generation, size, slices) if _fits(row, more)]
+            room = 0.0 if slices == num_slices else _room_for_slices_gib(model, generation, topology)
+            rows = [row for row in _rows(model, generation, size, slices) if _fits(row, room)]
             if size != topology or slices != num_slices:
                 # What fits one slice fits a larger one, whose devices hold less of the state; the gain is not known.
                 rows = [row for row in rows if row["recipe"] != "plain"]
@@ -338,7 +335,7 @@ def plan_for(model: str, generation: str, topology: str, num_slices: int) -> Pla
                 best = max(rows, key=lambda row: float(row["tokens_per_second"]))
                 return _plan(best, exact=size == topology and slices == num_slices)
     default = PLANS["default"]
-    gib = estimated_gib(model, generation, topology, default["per_device_batch_size"], num_slices=num_slices)
+    gib = estimated_gib(model, generation, topology, default["per_device_batch_size"])
     limit = GENERATIONS[generation]["hbm_gib_per_device"]
     return Plan(
         default["sequence_length"],
@@ -405,7 +402,7 @@ def run_plan(
         batch = int(number) if number.is_integer() else number
     if (sequence, batch, ici_parallelism) == plan[:3]:
         return plan
-    gib = estimated_gib(model, generation, topology, batch, sequence, num_slices=num_slices)
+    gib = estimated_gib(model, generation, topology, batch, sequence)
     source = f"{PLANS['default']['source']}. Not compiled for these answers: `make preflight` tells whether they fit"
     return Plan(sequence, batch, ici_parallelism, {}, [], source, False, gib, 0)
 
