@@ -167,7 +167,8 @@ def assert_agrees(project: Path, job: dict[str, Any]) -> None:
 
     flags = [line for line in (project / "config/libtpu.flags").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"--xla_[a-z0-9_]+=[A-Za-z0-9_]+", flag) for flag in flags)
-    assert bool(flags) == ("remat_policy" in train)
+    # v4 has recipes without flags.
+    assert bool(flags) == ("remat_policy" in train and job.get("generation") != "v4")
 
 
 @pytest.mark.parametrize("job", JOBS, ids=[" ".join(map(str, job.values())) for job in JOBS])

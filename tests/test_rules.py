@@ -66,7 +66,7 @@ REFUSALS = [
     Refusal({"ici_parallelism": "fsdp=-1,data=-1"}, "more than one", {"ici_parallelism": "fsdp=-1,data=2"}),
     Refusal({"ici_parallelism": "sequence=16"}, "has sequence, not a mesh axis", {"ici_parallelism": "context=16"}),
     Refusal({"ici_parallelism": "fsdp"}, "axis=size", {"ici_parallelism": "fsdp=16"}),
-    Refusal({"ici_parallelism": "fsdp=4,expert=4"}, "has none", {"model": "qwen3-30b-a3b"}),
+    Refusal({"ici_parallelism": "fsdp=4,expert=4"}, "has none", {"model": "deepseek2-16b"}),
     Refusal({"model": "llama3-70b"}, "does not fit on one v6e 4x4 slice", {"topology": "8x16"}),
     Refusal({"num_slices": 3, "dcn_parallelism": "data=2"}, "the 3 slice(s)", {"dcn_parallelism": "data=3"}),
     Refusal({"num_slices": 2, "dcn_parallelism": "tensor=2"}, "slower than ICI", {"dcn_parallelism": "data=-1"}),
