@@ -207,14 +207,10 @@ class Plan(NamedTuple):
 
 
 def _flags_of(recipe: str, generation: str) -> dict[str, Any]:
-    """The entry of [flags] that a recipe takes on a generation; empty for none."""
-    groups = (group for group in PLANS["flags"].values() if generation in group["generations"])
-    return next(groups, {}) if PLANS["recipe"][recipe]["flags"] else {}
-
-
-def recipes_of(generation: str) -> list[str]:
-    """The recipes to compile for this generation: those whose flags it has, and "plain", which needs none."""
-    return [name for name, recipe in PLANS["recipe"].items() if _flags_of(name, generation) or not recipe["flags"]]
+    """The entry of [flags] that a recipe takes on a generation; empty for a recipe that takes none."""
+    if not PLANS["recipe"][recipe]["flags"]:
+        return {}
+    return next(group for group in PLANS["flags"].values() if generation in group["generations"])
 
 
 def recipe_settings(recipe: str) -> dict[str, Any]:
@@ -225,9 +221,8 @@ def recipe_settings(recipe: str) -> dict[str, Any]:
 
 def recipe_flags(recipe: str, generation: str) -> list[str]:
     """LIBTPU_INIT_ARGS of a recipe on a generation."""
-    group = _flags_of(recipe, generation)
-    limit = PLANS["scoped_vmem_limit_kib"].get(generation) if group else None
-    return [*([f"--xla_tpu_scoped_vmem_limit_kib={limit}"] if limit else []), *group.get("flags", [])]
+    flags: list[str] = _flags_of(recipe, generation).get("flags", [])
+    return [flag.format(scoped_vmem_limit_kib=PLANS["scoped_vmem_limit_kib"].get(generation)) for flag in flags]
 
 
 def recipe_fingerprint(recipe: str, generation: str) -> str:
@@ -247,12 +242,7 @@ def state_gib(model: str, generation: str, topology: str) -> float:
 
 
 def estimated_gib(
-    model: str,
-    generation: str,
-    topology: str,
-    batch: float,
-    sequence: int | None = None,
-    recipe: str = "plain",
+    model: str, generation: str, topology: str, batch: float, sequence: int | None = None, recipe: str = "plain"
 ) -> float:
     """GiB of HBM a device that a step takes, by a closed formula; bench/formula.py prints its error.
 

@@ -35,8 +35,8 @@ TABLE = ROOT / "extensions" / "plans.csv"
 FOLDER = ROOT / "build" / "plans"
 # Compiles of one recipe for one job: a first guess, and two to correct it.
 TRIES = 3
-# The first guess leaves so much of the usable HBM free: a compile near the limit takes several times as long, and one
-# beyond it tells no speed. The second stands on the first one's size, not on the formula.
+# The share of the usable HBM that the first guess takes: a compile near the limit takes several times as long, and one
+# beyond it tells no speed. The second guess stands on the first one's size, not on the formula.
 FIRST_GUESS = 0.9
 # Compiling is deterministic; what is left is for another processor.
 SPOT_CHECK_ERROR = 0.01
@@ -100,7 +100,7 @@ def compiled(job: Job, recipe: str, batch: float, minutes: float = MINUTES) -> d
     Raises:
         Missed: the machine has too little memory, or the compile takes longer than `minutes`.
     """
-    plain = facts.PLANS["default"]
+    sequence = facts.PLANS["default"]["sequence_length"]
     shape = facts.slice_of(job.generation, job.topology)
     settings = facts.recipe_settings(recipe)
     values = {
@@ -111,7 +111,7 @@ def compiled(job: Job, recipe: str, batch: float, minutes: float = MINUTES) -> d
         "hardware": "tpu",
         "jax_cache_dir": "",
         "model_name": job.model,
-        "max_target_length": plain["sequence_length"],
+        "max_target_length": sequence,
         "per_device_batch_size": batch,
         "ici_fsdp_parallelism": -1,
         "dcn_data_parallelism": -1,
@@ -136,7 +136,7 @@ def compiled(job: Job, recipe: str, batch: float, minutes: float = MINUTES) -> d
         "topology": job.topology,
         "num_slices": str(job.num_slices),
         "recipe": recipe,
-        "sequence_length": str(plain["sequence_length"]),
+        "sequence_length": str(sequence),
         "per_device_batch_size": f"{batch:g}",
         **dict.fromkeys(("hbm_gib", "step_seconds", "tokens_per_second", "mfu", "binds", "problem"), ""),
         **made_by(job, recipe),
@@ -221,7 +221,7 @@ def next_batch(job: Job, recipe: str, rows: dict[float, dict[str, str]], tries: 
     sizes = {batch: float(row["hbm_gib"]) for batch, row in rows.items() if row["hbm_gib"]}
     fails = [batch for batch in rows if batch not in fits]
     if recipe == "plain":  # what is left when no recipe fits
-        tuned = any(known(job, other) and fitting(known(job, other)) for other in facts.recipes_of(job.generation)[:-1])
+        tuned = any(fitting(known(job, other)) for other in facts.PLANS["recipe"] if other != "plain")
         return None if rows or tuned else facts.PLANS["default"]["per_device_batch_size"]
     if not rows:
         # jobs() has only what may fit, so that one sequence is worth a compile even if the formula says no.
@@ -247,7 +247,7 @@ def sweep(pattern: str, only_recipe: str, tries: int, hours: float, minutes: flo
     for job in jobs():
         if not fnmatch.fnmatch(str(job), f"*{pattern}*"):
             continue
-        for recipe in facts.recipes_of(job.generation):
+        for recipe in facts.PLANS["recipe"]:
             if only_recipe not in ("", recipe):
                 continue
             while (batch := next_batch(job, recipe, known(job, recipe), tries)) is not None:
@@ -301,7 +301,9 @@ def main() -> None:
     parser.add_argument("--recipe", default="", help="this recipe only")
     parser.add_argument("--tries", type=int, default=TRIES, help=f"compiles of a recipe for a job (default {TRIES})")
     parser.add_argument("--hours", type=float, default=math.inf, help="begin no compile after so many hours")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"end a compile after so many ({MINUTES})")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"end a compile after so many (default {MINUTES})"
+    )
     parser.add_argument("--list", action="store_true", help="list the jobs and what is known of them, compile nothing")
     parser.add_argument("--spot-check", type=int, default=0, metavar="N", help="compile N rows again and compare")
     arguments = parser.parse_args()
@@ -313,7 +315,7 @@ def main() -> None:
         return
     if arguments.list:
         for job in jobs():
-            counts: dict[str, Any] = {recipe: len(known(job, recipe)) for recipe in facts.recipes_of(job.generation)}
+            counts: dict[str, Any] = {recipe: len(known(job, recipe)) for recipe in facts.PLANS["recipe"]}
             print(f"{job!s:<44}", "  ".join(f"{recipe} {count}" for recipe, count in counts.items()))
         return
     missed: list[str] = sweep(arguments.only, arguments.recipe, arguments.tries, arguments.hours, arguments.minutes)

@@ -165,8 +165,7 @@ class Kube:
             raise Unreachable(f"the API server answered {problem.status} {problem.reason}") from None
         except (urllib3.exceptions.HTTPError, OSError) as problem:
             raise Unreachable(
-                f"cluster {self.run.cluster_name} does not answer ({type(problem).__name__})",
-                "check the network; make doctor looks at the whole chain",
+                f"cluster {self.run.cluster_name} does not answer ({type(problem).__name__})", "check the network"
             ) from None
         except config.ConfigException as problem:
             raise UserError(f"no login for cluster {self.run.cluster_name}: {problem}") from None
